@@ -1,0 +1,221 @@
+"""The one configuration: built from flags, a YAML file or keyword arguments, resolved once.
+
+Fields whose value is 0, "" or "auto" in a user's config are derived: those that follow from the
+model by `resolve_for_model`, those that need devices by the worker (`worker/sizing.py`). The engine
+core hands the resolved config to everyone else; `check_resolved` says that nothing is left open.
+"""
+
+import logging
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from jaxserve.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself; read without jax (`checkpoint/`), not set by flags."""
+
+    path: str
+    format: Literal["gguf", "safetensors"]
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, float | str] = {}
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    checkpoint_dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, at which precision and length."""
+
+    model: Annotated[
+        str, Meta(description="Model: a known name, a .gguf file, a directory or a hub id.")
+    ] = ""
+    served_model_name: Annotated[
+        str, Meta(description="Name clients use in 'model'; default: the model as given.")
+    ] = ""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        Meta(description="Type of weights, activations and KV cache; auto: fastest here."),
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="Longest prompt plus output, tokens; 0: the model's limit.")
+    ] = 0
+    seed: Annotated[
+        int, Meta(ge=0, description="Seed for requests without one; 0: from the OS.")
+    ] = 0
+    info: ModelInfo | None = None
+
+
+class CacheConfig(Struct, frozen=True, kw_only=True):
+    """KV cache: blocks, their number, prefix sharing."""
+
+    block_size: Annotated[
+        int, Meta(ge=0, description="Tokens in a KV block; 0: what suits the platform.")
+    ] = 0
+    num_kv_blocks: Annotated[
+        int, Meta(ge=0, description="KV blocks; 0: as many as the measured free memory holds.")
+    ] = 0
+    kv_cache_memory_bytes: Annotated[
+        int, Meta(ge=0, description="Memory for KV blocks; 0: what is free, 2 GiB on a CPU.")
+    ] = 0
+    memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Part of device memory the worker may use.")
+    ] = 0.9
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse KV blocks of equal prompt beginnings.")
+    ] = True
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """How much runs at once, and in which order."""
+
+    max_num_seqs: Annotated[
+        int, Meta(ge=0, description="Most requests in a step; 0: what suits the platform.")
+    ] = 0
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=0, description="Most tokens in a step; 0: what suits the platform.")
+    ] = 0
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], Meta(description="Order of waiting requests.")
+    ] = "fcfs"
+    async_scheduling: Annotated[
+        bool, Meta(description="Plan the next step while the last one runs.")
+    ] = True
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True):
+    """The processes and programs that run the model."""
+
+    executor: Annotated[
+        Literal["worker", "in_process"],
+        Meta(description="Run the model in a process of its own, or in the engine core's."),
+    ] = "worker"
+    attention: Annotated[
+        Literal["auto", "xla", "reference"],
+        Meta(description="Paged attention implementation; a named one is used or refused."),
+    ] = "auto"
+    compilation_cache_dir: Annotated[
+        str, Meta(description="Where compiled programs are kept; default: ~/.cache/jaxserve.")
+    ] = ""
+    forbid_compile: Annotated[
+        bool, Meta(description="Fail if anything compiles after warm-up.")
+    ] = False
+    step_timeout_s: Annotated[
+        float, Meta(gt=0, description="A step that takes longer fails the engine, seconds.")
+    ] = 300.0
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535, description="Port to listen on.")] = 8000
+    api_key: Annotated[
+        str, Meta(description="Key that /v1 requests must bring; default: none.")
+    ] = ""
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, description="Largest request body, bytes.")
+    ] = 8 * 1024 * 1024
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe log level.")
+    ] = "info"
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """Everything, handed to every class of the engine."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    server: ServerConfig = ServerConfig()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The checkpoint's own description; an assertion before `resolve_for_model`."""
+        assert self.model.info is not None, "config is not resolved"
+        return self.model.info
+
+
+SECTIONS: dict[str, type[Struct]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+    "server": ServerConfig,
+}
+
+
+def encode_config(config: EngineConfig) -> bytes:
+    """As msgpack, for a child process."""
+    return msgspec.msgpack.encode(config)
+
+
+def decode_config(data: bytes) -> EngineConfig:
+    """Inverse of `encode_config`."""
+    return msgspec.msgpack.decode(data, type=EngineConfig)
+
+
+def replace(config: EngineConfig, **flat: object) -> EngineConfig:
+    """A copy with some fields (named without their section; names are unique) changed."""
+    sections = {}
+    for name, struct in SECTIONS.items():
+        mine = {k: flat.pop(k) for k in list(flat) if k in struct.__struct_fields__}
+        if mine:
+            sections[name] = msgspec.structs.replace(getattr(config, name), **mine)
+    assert not flat, f"no such config field: {sorted(flat)}"
+    return msgspec.structs.replace(config, **sections)
+
+
+def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+    """Derives what follows from the checkpoint.
+
+    Raises:
+      UserError: `--max-model-len` is longer than the model's positions.
+    """
+    limit = info.max_position_embeddings
+    max_model_len = config.model.max_model_len or limit
+    if max_model_len > limit:
+        raise UserError(
+            f"--max-model-len {max_model_len} is longer than the model's limit of {limit} tokens.",
+            fix=f"Use --max-model-len {limit} or less.",
+        )
+    return replace(
+        config,
+        info=info,
+        max_model_len=max_model_len,
+        served_model_name=config.model.served_model_name or config.model.model,
+    )
+
+
+def check_resolved(config: EngineConfig) -> EngineConfig:
+    """Asserts that no derived value is left open; returns `config`."""
+    open_fields = [
+        name
+        for section, names in {
+            config.model: ("max_model_len", "served_model_name", "dtype", "info"),
+            config.cache: ("block_size", "num_kv_blocks"),
+            config.scheduler: ("max_num_seqs", "max_num_batched_tokens"),
+            config.worker: ("attention", "compilation_cache_dir"),
+        }.items()
+        for name in names
+        if getattr(section, name) in (0, "", "auto", None)
+    ]
+    assert not open_fields, f"not resolved: {open_fields}"
+    return config

@@ -1,0 +1,234 @@
+"""Every message that crosses a process boundary.
+
+    API server --EngineInput--> engine core --SchedulerOutput--> worker
+    API server <-EngineOutput-- engine core <-WorkerOutput------ worker
+
+All are frozen, array-like msgspec structs: new fields go at the end, with a default.
+"""
+
+import enum
+from typing import Any
+
+import msgspec
+
+FLOAT_EPS = 1e-5
+MAX_STOP_TOKEN_IDS = 32
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one sequence is sampled and when the engine ends it; every value is resolved.
+
+    temperature: 0 is greedy (values below FLOAT_EPS count as 0).
+    top_k: 0 is off.  top_p: 1 is off.  min_p: 0 is off.
+    seed: 64 random bits; a token depends on (seed, its position), never on the batch.
+    max_tokens: at least 1, already cut to the context length.
+    min_tokens: stop token ids cannot be sampled before this many output tokens.
+    stop_token_ids: the model's end-of-sequence ids (unless ignore_eos) and the request's own; at
+        most MAX_STOP_TOKEN_IDS.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+# --- API server -> engine core -------------------------------------------------------------------
+
+
+class EngineCoreRequest(
+    msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="request"
+):
+    """One sequence to generate. The engine core never sees text.
+
+    arrival_time_s: seconds since the epoch.  priority: lower runs first (policy "priority").
+    cache_salt: isolates this request's prefix cache entries from requests with another salt.
+    client_idx: which API server gets the outputs.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time_s: float
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    client_idx: int = 0
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """The client no longer wants these requests; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class UtilityCall(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
+    """Run a named engine core method between two steps, such as `reset_prefix_cache`."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+    client_idx: int = 0
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """End the engine core: abort what runs, end the workers, exit."""
+
+
+EngineInput = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
+
+
+# --- engine core -> API server -------------------------------------------------------------------
+
+
+class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One request's progress in one step.
+
+    stop_reason: the stop token id that ended it, when finish_reason is STOP.
+    num_cached_tokens: prompt tokens taken from the prefix cache.
+    queued_s, scheduled_s: engine core clock (seconds since the epoch); set on the first output.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    queued_s: float = 0.0
+    scheduled_s: float = 0.0
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot for metrics; the counters are totals since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_kv_blocks: int = 0
+    num_used_kv_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_steps: int = 0
+    num_compiles_after_ready: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+    """Everything one step did for one API server."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats
+    timestamp_s: float
+
+
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Sent once, after warm-up. config: the resolved EngineConfig as msgpack."""
+
+    config: bytes
+
+
+class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+    """Answer to a UtilityCall: a value, or an error text."""
+
+    call_id: int
+    value: Any = None
+    error: str | None = None
+
+
+class EngineDead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
+    """The engine core's last message. is_user_error: problem and fix of a UserError."""
+
+    reason: str
+    fix: str | None = None
+
+
+EngineOutput = EngineCoreOutputs | EngineReady | UtilityResult | EngineDead
+
+
+# --- engine core -> worker -----------------------------------------------------------------------
+
+
+class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
+    """All a worker needs of a request, sent when a row is first used (or used again after
+    preemption).
+
+    token_ids: prompt and, after a preemption, the output so far.
+    num_prompt_tokens: how many of token_ids are the prompt.
+    num_computed_tokens: how many of token_ids are in block_ids already (prefix cache).
+    block_ids: the row's block table so far, the blocks of this step included.
+    """
+
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling: SamplingParams
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """One step's plan, as a difference to the step before.
+
+    Order of application: released, admitted, new_blocks, num_tokens.
+    released_rows: rows whose request ended or was preempted.
+    new_blocks: (row, block id) pairs, flat, in block table order; not for rows admitted now.
+    num_tokens: (row, count) pairs, flat, for every live row that computes other than 1 token in
+        this step; 0 sits out.  A row samples when it has computed all its tokens.
+    """
+
+    step_id: int
+    released_rows: list[int] = []
+    admitted: list[AdmittedRow] = []
+    new_blocks: list[int] = []
+    num_tokens: list[int] = []
+
+
+# --- worker -> engine core -----------------------------------------------------------------------
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+    """One step's result. sampled_token_ids: one for each row that sampled, in ascending row order.
+
+    num_compiles: compilations since ready; 0 unless something is wrong.
+    """
+
+    step_id: int
+    sampled_token_ids: list[int]
+    num_compiles: int = 0
+
+
+class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Sent once by each worker, after warm-up. config: the resolved EngineConfig as msgpack."""
+
+    config: bytes
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The worker's last message. fix: set when the failure is a UserError."""
+
+    reason: str
+    fix: str | None = None
+
+
+WorkerOutput = ModelRunnerOutput | WorkerReady | WorkerFailed
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_engine_input = msgspec.msgpack.Decoder(EngineInput).decode
+decode_engine_output = msgspec.msgpack.Decoder(EngineOutput).decode
+decode_scheduler_output = msgspec.msgpack.Decoder(SchedulerOutput).decode
+decode_worker_output = msgspec.msgpack.Decoder(WorkerOutput).decode
