@@ -1,0 +1,196 @@
+"""The op: causal attention of ragged rows over a paged KV cache, with the KV write included."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels import dispatch
+from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention.layout import (
+    QUANTIZED_DTYPES,
+    KVCache,
+    KVCacheLayout,
+)
+from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+
+__all__ = [
+    "AUTO_ORDER",
+    "IMPLEMENTATIONS",
+    "AttentionCall",
+    "KVCache",
+    "KVCacheLayout",
+    "explain",
+    "ragged_paged_attention",
+    "unsupported_reason",
+]
+
+
+@runtime_checkable
+class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
+    """What a module of this package must hold to be an implementation.
+
+    The function is called with arguments that `ragged_paged_attention` has checked: scales are
+    float32 of one entry a KV head, the options are as its caller gave them.
+    """
+
+    def ragged_paged_attention(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        kv_cache: KVCache,
+        layer: int | Int32[Array, ""],
+        block_tables: Int32[Array, "R B"],
+        kv_lens: Int32[Array, " R"],
+        cu_q_lens: Int32[Array, " R+1"],
+        num_rows: int | Int32[Array, ""],
+        *,
+        layout: KVCacheLayout,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        sinks: Float32[Array, " N"] | None,
+        k_scale: Float32[Array, " K"] | None,
+        v_scale: Float32[Array, " K"] | None,
+    ) -> tuple[Float[Array, "T N H"], KVCache]:
+        """See `pallas_kernels.ragged_paged_attention.ragged_paged_attention`."""
+        ...
+
+
+IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {"reference": reference}
+
+# What "auto" tries on each platform, best first.
+AUTO_ORDER = {
+    "cpu": ("reference",),
+    "gpu": ("reference",),
+    "tpu": ("reference",),
+}
+
+
+def unsupported_reason(implementation: str, call: AttentionCall) -> str | None:
+    """Why `implementation` cannot serve `call`, or None when it can."""
+    return dispatch.unsupported_reason(IMPLEMENTATIONS, implementation, call)
+
+
+def explain(call: AttentionCall) -> dispatch.Explanation:
+    """What "auto" chooses for `call`, and why the others were refused."""
+    return dispatch.explain(IMPLEMENTATIONS, AUTO_ORDER[call.layout.platform], call)
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_cache: KVCache,
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    cu_q_lens: Int32[Array, " R+1"],
+    num_rows: int | Int32[Array, ""],
+    *,
+    layout: KVCacheLayout,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " N"] | None = None,
+    k_scale: float | Float32[Array, ""] | Float32[Array, " K"] | None = None,
+    v_scale: float | Float32[Array, ""] | Float32[Array, " K"] | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    """Writes this step's K and V into one layer of the cache, then attends to the cache.
+
+    Row r owns tokens cu_q_lens[r] to cu_q_lens[r + 1] (none is fine); they are the last ones of
+    its kv_lens[r] tokens, so kv_lens counts this step's tokens. Token p of a row lies in slot
+    p % S of page block_tables[r, p // S], and attends to tokens 0..p of its row, or with a
+    `sliding_window` to those > p - sliding_window. Rows may share pages that none of them writes.
+
+    Keys and values are taken from the cache as stored, so the result does not depend on how a
+    prompt was cut into steps. A score is `scale` * q.k, then soft_cap * tanh(score / soft_cap);
+    query head n uses KV head n // (N / K). `sinks` holds a logit a query head that joins the
+    softmax's denominator and nothing else; neither `scale` nor `soft_cap` applies to it.
+    Scores and softmax are float32; the output has q's dtype.
+
+    An int8 or float8 cache stores value / scale, rounded and saturated (`KVCacheLayout.encode`);
+    `k_scale` and `v_scale` are one number or one a KV head, 1 when not given.
+
+    Padding: rows >= num_rows, tokens >= cu_q_lens[num_rows], entries of block_tables past a row's
+    last live page (any int32), cache slots that no live token owns and page 0 (any bits, NaN too)
+    may hold anything. The output of padding tokens is zero. Nothing is written but the slots of
+    this step's tokens and, maybe, page 0.
+
+    The cache is returned; donate it, so that it is updated in place.
+
+    Raises:
+        ValueError: arguments that do not fit each other or `layout`.
+        UnsupportedError: `implementation` cannot serve the call, or with "auto" nothing can.
+    """
+    _check(q, kv_cache, layout, sliding_window, soft_cap, k_scale is not None, v_scale is not None)
+    call = AttentionCall(
+        layout=layout,
+        num_heads=q.shape[1],
+        q_dtype=q.dtype,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        has_scales=k_scale is not None or v_scale is not None,
+    )
+    chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER[layout.platform], implementation, call)
+    return IMPLEMENTATIONS[chosen].ragged_paged_attention(
+        q,
+        k,
+        v,
+        kv_cache,
+        layer,
+        block_tables,
+        kv_lens,
+        cu_q_lens,
+        num_rows,
+        layout=layout,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=_scale_per_head(k_scale, layout),
+        v_scale=_scale_per_head(v_scale, layout),
+    )
+
+
+def _check(
+    q: Float[Array, "T N H"],
+    kv_cache: KVCache,
+    layout: KVCacheLayout,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    has_k_scale: bool,
+    has_v_scale: bool,
+) -> None:
+    num_heads, head_dim = q.shape[1:]
+    if head_dim != layout.head_dim or num_heads % layout.num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads of {head_dim} do not fit a cache of "
+            f"{layout.num_kv_heads} KV heads of {layout.head_dim}"
+        )
+    expected = layout.shape(layout.num_pages(kv_cache))
+    for name, array, leaf in zip(("K", "V"), kv_cache, expected, strict=True):
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            raise ValueError(
+                f"{name} cache is {array.dtype}{array.shape}, "
+                f"the layout says {leaf.dtype}{leaf.shape}"
+            )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}, must be at least 1")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}, must be above 0")
+    if (has_k_scale or has_v_scale) and layout.dtype not in QUANTIZED_DTYPES:
+        raise ValueError(f"k_scale and v_scale are for quantized caches, not {layout.dtype}")
+
+
+def _scale_per_head(
+    scale: float | Float32[Array, ""] | Float32[Array, " K"] | None, layout: KVCacheLayout
+) -> Float32[Array, " K"] | None:
+    if scale is None:
+        return None
+    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (layout.num_kv_heads,))

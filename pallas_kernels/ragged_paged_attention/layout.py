@@ -1,0 +1,190 @@
+"""How keys and values lie in memory on each platform, and how to reach them without knowing.
+
+The engine sees a cache only as an opaque pytree that it allocates from `KVCacheLayout.shape` and
+passes through donated calls. Kernels written for one platform know its axis order; everything else
+goes through the methods below, which speak of the logical axes [L, P, S, K, H]: layers, pages,
+slots of a page, KV heads, head dim.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int, Shaped
+
+# Physical axis order of (K, V) on each platform, in the letters of the logical axes.
+# L comes first and K before H: `read_tokens` and `write_tokens` rely on it.
+_AXES = {
+    "cpu": ("LPKSH", "LPKSH"),
+    "gpu": ("LPKSH", "LPKSH"),
+    "tpu": ("LPKSH", "LPKSH"),
+}
+_LOGICAL = "LPSKH"
+
+PLATFORMS = tuple(_AXES)
+_FLOAT_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+QUANTIZED_DTYPES = tuple(jnp.dtype(d) for d in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2))
+CACHE_DTYPES = _FLOAT_DTYPES + QUANTIZED_DTYPES
+
+
+class KVCache(NamedTuple):
+    """Keys and values of all layers; the axis order belongs to the layout. A pytree.
+
+    Its leaves are arrays, or what stands for arrays in JAX: `jax.ShapeDtypeStruct`, shardings.
+    """
+
+    k: Any
+    v: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCacheLayout:
+    """The memory layout of one platform's KV cache; hashable, so it can be a static argument.
+
+    Page 0 is the null page: it belongs to no row, and padding may be written to it.
+    """
+
+    platform: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: np.dtype
+    page_size: int
+    k_axes: str
+    v_axes: str
+
+    @classmethod
+    def for_platform(
+        cls,
+        platform: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: jax.typing.DTypeLike,
+        page_size: int,
+    ) -> "KVCacheLayout":
+        """The layout of `platform` ("cpu", "gpu" or "tpu") with pages of `page_size` tokens.
+
+        Raises:
+            ValueError: no such platform, a dtype that no cache can hold, or a count below 1.
+        """
+        if platform not in _AXES:
+            raise ValueError(f"platform {platform!r} is not one of {', '.join(PLATFORMS)}")
+        if jnp.dtype(dtype) not in CACHE_DTYPES:
+            names = ", ".join(d.name for d in CACHE_DTYPES)
+            raise ValueError(f"KV cache dtype {jnp.dtype(dtype).name} is not one of {names}")
+        counts = dict(
+            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size
+        )
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} is {count}, must be at least 1")
+        k_axes, v_axes = _AXES[platform]
+        return cls(platform, dtype=jnp.dtype(dtype), k_axes=k_axes, v_axes=v_axes, **counts)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Device bytes one page costs, K and V of all layers together."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.shape(1))
+
+    def shape(self, num_pages: int) -> KVCache:
+        """Shape and dtype of the arrays of a cache of `num_pages` pages, null page included."""
+        sizes = {
+            "L": self.num_layers,
+            "P": num_pages,
+            "S": self.page_size,
+            "K": self.num_kv_heads,
+            "H": self.head_dim,
+        }
+        shapes = (tuple(sizes[axis] for axis in axes) for axes in (self.k_axes, self.v_axes))
+        return KVCache(*(jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes))
+
+    def zeros(self, num_pages: int) -> KVCache:
+        """An empty cache on the default device."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shape(num_pages))
+
+    def num_pages(self, kv_cache: KVCache) -> int:
+        """Pages of `kv_cache`, the null page included."""
+        return kv_cache.k.shape[self.k_axes.index("P")]
+
+    def to_logical(
+        self, kv_cache: KVCache
+    ) -> tuple[Shaped[Array, "L P S K H"], Shaped[Array, "L P S K H"]]:
+        """K and V as stored (not dequantized) with the logical axes; may copy the cache."""
+
+        def transpose(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+            return jnp.transpose(array, [axes.index(axis) for axis in _LOGICAL])
+
+        return transpose(kv_cache.k, self.k_axes), transpose(kv_cache.v, self.v_axes)
+
+    def from_logical(self, k: Shaped[Array, "L P S K H"], v: Shaped[Array, "L P S K H"]) -> KVCache:
+        """The inverse of `to_logical`; K and V must already have the layout's dtype."""
+        if k.dtype != self.dtype or v.dtype != self.dtype:
+            raise ValueError(f"K is {k.dtype}, V is {v.dtype}, the layout stores {self.dtype}")
+
+        def transpose(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+            return jnp.transpose(array, [_LOGICAL.index(axis) for axis in axes])
+
+        return KVCache(transpose(k, self.k_axes), transpose(v, self.v_axes))
+
+    def read_tokens(
+        self,
+        kv_cache: KVCache,
+        layer: int | Int[Array, ""],
+        pages: Int[Array, " C"],
+        slots: Int[Array, " C"],
+    ) -> tuple[Shaped[Array, "C K H"], Shaped[Array, "C K H"]]:
+        """K and V as stored of C token places; `pages` and `slots` must be in range."""
+        k_index = _token_index(self.k_axes, layer, pages, slots)
+        v_index = _token_index(self.v_axes, layer, pages, slots)
+        return kv_cache.k[k_index], kv_cache.v[v_index]
+
+    def write_tokens(
+        self,
+        kv_cache: KVCache,
+        layer: int | Int[Array, ""],
+        pages: Int[Array, " T"],
+        slots: Int[Array, " T"],
+        k: Shaped[Array, "T K H"],
+        v: Shaped[Array, "T K H"],
+    ) -> KVCache:
+        """Stores K and V (already encoded) of T tokens; drops those whose page is num_pages."""
+        k_index = _token_index(self.k_axes, layer, pages, slots)
+        v_index = _token_index(self.v_axes, layer, pages, slots)
+        return KVCache(
+            kv_cache.k.at[k_index].set(k, mode="drop"), kv_cache.v.at[v_index].set(v, mode="drop")
+        )
+
+    def encode(
+        self, values: Float[Array, "T K H"], scale: Float[Array, " K"] | None
+    ) -> Shaped[Array, "T K H"]:
+        """What the cache stores for `values`: values / scale in float32, rounded to the nearest
+        even and saturated at the largest finite value of a quantized dtype."""
+        if self.dtype not in QUANTIZED_DTYPES:
+            return values.astype(self.dtype)
+        scaled = values.astype(jnp.float32)
+        if scale is not None:
+            scaled = scaled / scale[:, None]
+        if self.dtype == jnp.int8:
+            return jnp.clip(jnp.round(scaled), -128, 127).astype(self.dtype)
+        largest = float(jnp.finfo(self.dtype).max)
+        return jnp.clip(scaled, -largest, largest).astype(self.dtype)
+
+    def decode(
+        self, stored: Shaped[Array, "C K H"], scale: Float[Array, " K"] | None
+    ) -> Float[Array, "C K H"]:
+        """The float32 values that `stored` stands for: stored * scale."""
+        values = stored.astype(jnp.float32)
+        return values if scale is None else values * scale[:, None]
+
+
+def _token_index(
+    axes: str, layer: int | Int[Array, ""], pages: Int[Array, " T"], slots: Int[Array, " T"]
+) -> tuple[int | slice | Array, ...]:
+    """An index into a physical array that selects [T, K, H]."""
+    where = {"L": layer, "P": pages, "S": slots, "K": slice(None), "H": slice(None)}
+    return tuple(where[axis] for axis in axes)

@@ -1,0 +1,49 @@
+"""The static facts of an attention call, and the named real shapes that tests and benches use."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.ragged_paged_attention.layout import KVCacheLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """What is known of a call when it is traced: all that an implementation may refuse it for."""
+
+    layout: KVCacheLayout
+    num_heads: int
+    q_dtype: np.dtype
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    has_scales: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """The attention of a released model."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def call(
+        self, platform: str, dtype: jax.typing.DTypeLike = jnp.bfloat16, page_size: int = 16
+    ) -> AttentionCall:
+        """The call this model makes with activations and cache in `dtype`."""
+        layout = KVCacheLayout.for_platform(
+            platform, self.num_layers, self.num_kv_heads, self.head_dim, dtype, page_size
+        )
+        return AttentionCall(layout, self.num_heads, jnp.dtype(dtype))
+
+
+MODEL_SHAPES = {
+    "SmolLM2-135M": ModelShape(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64),
+    "Llama-3-8B": ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
+    "Qwen3-32B": ModelShape(num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128),
+    "Llama-3.3-70B": ModelShape(num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128),
+}
