@@ -1,0 +1,316 @@
+"""The op in plain JAX, made fast: loops over the pages that live rows hold and no others.
+
+Rows of one new token go through a pass that is batched over rows and loops over chunks of context;
+longer ones are cut into tiles of queries, and each tile loops over its own row's context. Both keep
+a running softmax (Milakov and Gimelshein, 2018), so nothing the size of a context is ever stored.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
+
+from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache, KVCacheLayout
+from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+
+_DECODE_CHUNK = 128  # tokens of context a row in one turn of the decode loop
+_TILE_CHUNK = 256  # tokens of context in one turn of a tile's loop
+_TILE = 64  # queries in a tile
+_MASKED = -1e30  # finite, so that a wholly masked chunk gives weights that the next one cancels
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Serves every layout whose heads lie outside its slots."""
+    if (call.layout.k_axes, call.layout.v_axes) != ("LPKSH", "LPKSH"):
+        return f"reads pages of axes KSH, this layout has {call.layout.k_axes[2:]}"
+    return None
+
+
+class _Context(NamedTuple):
+    """What both passes need of the call."""
+
+    kv_cache: KVCache
+    layer: int | Int32[Array, ""]
+    layout: KVCacheLayout
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: Float32[Array, " N"] | None
+    k_scale: Float32[Array, " K"] | None
+    v_scale: Float32[Array, " K"] | None
+
+
+class _Softmax(NamedTuple):
+    """A running softmax: the largest score, the sum of weights and the weighted values so far."""
+
+    peak: Float32[Array, "*G"]
+    total: Float32[Array, "*G"]
+    acc: Float32[Array, "*G H"]
+
+    def output(self) -> Float32[Array, "*G H"]:
+        return self.acc / self.total[..., None]
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_cache: KVCache,
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    cu_q_lens: Int32[Array, " R+1"],
+    num_rows: int | Int32[Array, ""],
+    *,
+    layout: KVCacheLayout,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float32[Array, " N"] | None,
+    k_scale: Float32[Array, " K"] | None,
+    v_scale: Float32[Array, " K"] | None,
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    """See `pallas_kernels.ragged_paged_attention.ragged_paged_attention`."""
+    num_tokens, max_rows = q.shape[0], kv_lens.shape[0]
+    num_pages = layout.num_pages(kv_cache)
+    is_live_row = jnp.arange(max_rows) < num_rows
+    q_lens = jnp.where(is_live_row, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    starts = cu_q_lens[:-1]
+    pages = jnp.clip(block_tables, 0, num_pages - 1)
+
+    tokens = jnp.arange(num_tokens)
+    row_of_token = jnp.sum(
+        (tokens[:, None] >= cu_q_lens[None, 1:]) & is_live_row[None, :], axis=1
+    ).clip(0, max_rows - 1)
+    is_live = tokens < jnp.where(num_rows > 0, cu_q_lens[jnp.clip(num_rows, 0, max_rows)], 0)
+    positions = jnp.where(is_live, kv_lens[row_of_token] - cu_q_lens[row_of_token + 1] + tokens, 0)
+    token_pages = pages[row_of_token, positions // layout.page_size]
+    kv_cache = layout.write_tokens(
+        kv_cache,
+        layer,
+        jnp.where(is_live, token_pages, num_pages),  # num_pages: dropped
+        positions % layout.page_size,
+        layout.encode(k, k_scale),
+        layout.encode(v, v_scale),
+    )
+
+    context = _Context(
+        kv_cache, layer, layout, scale, sliding_window, soft_cap, sinks, k_scale, v_scale
+    )
+    is_decode = q_lens == 1
+    decoded = _decode_rows(context, q, pages, jnp.where(is_decode, kv_lens, 0), starts)
+    out = jnp.where(
+        (is_live & is_decode[row_of_token])[:, None, None], decoded[row_of_token], 0
+    ).astype(q.dtype)
+    tiled_lens = jnp.where(is_decode, 0, q_lens)
+    return _tile_rows(context, q, out, pages, kv_lens, starts, tiled_lens), kv_cache
+
+
+def _decode_rows(
+    context: _Context,
+    q: Float[Array, "T N H"],
+    pages: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    starts: Int32[Array, " R"],
+) -> Float32[Array, "R N H"]:
+    """Attention of the one query of each row that has kv_lens > 0; other rows: unspecified."""
+    layout = context.layout
+    num_rows, num_kv_heads = kv_lens.shape[0], layout.num_kv_heads
+    per_turn = max(1, min(_DECODE_CHUNK // layout.page_size, pages.shape[1]))
+    chunk = per_turn * layout.page_size
+    queries = q[jnp.clip(starts, 0, q.shape[0] - 1)].reshape(num_rows, num_kv_heads, -1, q.shape[2])
+    # Padding rows may hold NaN; nothing of theirs may reach a live row, so no more is needed.
+
+    def turn(state: tuple[Int32[Array, ""], _Softmax]) -> tuple[Int32[Array, ""], _Softmax]:
+        i, softmax = state
+        turn_pages = _table_slice(pages, i * per_turn, per_turn)
+        at = i * chunk + jnp.arange(chunk)
+        is_stored = at < kv_lens[:, None]
+        keys, values = _read_pages(context, turn_pages, is_stored, q.dtype)
+        mask = is_stored
+        if context.sliding_window is not None:
+            mask &= at >= kv_lens[:, None] - context.sliding_window
+        return i + 1, _accumulate(
+            context, softmax, queries, keys, values, mask[:, None, None, :], "rkgh,rkch->rkgc"
+        )
+
+    first = jnp.int32(0)
+    if context.sliding_window is not None:
+        window_starts = jnp.where(kv_lens > 0, kv_lens - context.sliding_window, 2**30)
+        first = jnp.maximum(window_starts.min(), 0) // chunk
+    last = -(-kv_lens.max() // chunk)
+    sinks = None if context.sinks is None else context.sinks.reshape(num_kv_heads, -1)
+    initial = _initial(queries.shape[:3], q.shape[2], sinks)
+    _, softmax = jax.lax.while_loop(lambda state: state[0] < last, turn, (first, initial))
+    return softmax.output().reshape(num_rows, q.shape[1], q.shape[2])
+
+
+def _tile_rows(
+    context: _Context,
+    q: Float[Array, "T N H"],
+    out: Float[Array, "T N H"],
+    pages: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    starts: Int32[Array, " R"],
+    q_lens: Int32[Array, " R"],
+) -> Float[Array, "T N H"]:
+    """`out` with the attention of rows of q_lens > 0 filled in, one tile of queries at a time."""
+    num_tokens, tile = q.shape[0], min(_TILE, q.shape[0])
+    num_tiles = -(-q_lens // tile)
+    cu_tiles = jnp.cumsum(num_tiles)
+
+    def one_tile(i: Int32[Array, ""], out: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        row = jnp.sum(cu_tiles <= i)
+        begin = starts[row] + (i - (cu_tiles[row] - num_tiles[row])) * tile
+        end = starts[row] + q_lens[row]
+        at = jnp.clip(begin, 0, num_tokens - tile)  # a slice must not run over the end
+        tokens = at + jnp.arange(tile)
+        is_mine = (tokens >= begin) & (tokens < end)
+        positions = jnp.where(is_mine, kv_lens[row] - (end - tokens), 0)
+        queries = jax.lax.dynamic_slice_in_dim(q, at, tile)
+        new = _attend_tile(context, queries, pages[row], positions)
+        old = jax.lax.dynamic_slice_in_dim(out, at, tile)
+        new = jnp.where(is_mine[:, None, None], new.astype(out.dtype), old)
+        return jax.lax.dynamic_update_slice_in_dim(out, new, at, 0)
+
+    return jax.lax.fori_loop(0, cu_tiles[-1], one_tile, out)
+
+
+def _attend_tile(
+    context: _Context,
+    queries: Float[Array, "t N H"],
+    row_pages: Int32[Array, " B"],
+    positions: Int32[Array, " t"],
+) -> Float32[Array, "t N H"]:
+    """Attention of one row's queries at `positions` to all that the row has stored before them."""
+    layout = context.layout
+    tile, num_heads, head_dim = queries.shape
+    group = num_heads // layout.num_kv_heads
+    per_turn = max(1, min(_TILE_CHUNK // layout.page_size, row_pages.shape[0]))
+    chunk = per_turn * layout.page_size
+    queries = queries.reshape(tile, layout.num_kv_heads, group, head_dim)
+    queries = queries.transpose(1, 0, 2, 3).reshape(layout.num_kv_heads, tile * group, head_dim)
+    newest = positions.max()
+
+    def turn(i: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
+        turn_pages = _table_slice(row_pages[None], i * per_turn, per_turn)
+        at = i * chunk + jnp.arange(chunk)
+        keys, values = _read_pages(context, turn_pages, (at <= newest)[None], queries.dtype)
+        mask = at <= positions[:, None]
+        if context.sliding_window is not None:
+            mask &= at > positions[:, None] - context.sliding_window
+        mask = jnp.repeat(mask, group, axis=0)
+        return _accumulate(context, softmax, queries, keys[0], values[0], mask, "kmh,kch->kmc")
+
+    first = jnp.int32(0)
+    if context.sliding_window is not None:
+        first = jnp.maximum(newest - tile - context.sliding_window, 0) // chunk
+    sinks = context.sinks
+    if sinks is not None:
+        sinks = jnp.tile(sinks.reshape(layout.num_kv_heads, group), tile)
+    initial = _initial(queries.shape[:2], head_dim, sinks)
+    softmax = jax.lax.fori_loop(first, newest // chunk + 1, turn, initial)
+    new = softmax.output().reshape(layout.num_kv_heads, tile, group, head_dim)
+    return new.transpose(1, 0, 2, 3).reshape(tile, num_heads, head_dim)
+
+
+def _initial(
+    shape: tuple[int, ...], head_dim: int, sinks: Float32[Array, "..."] | None
+) -> _Softmax:
+    """Nothing seen yet but the sinks, which must broadcast to `shape`."""
+    acc = jnp.zeros((*shape, head_dim), jnp.float32)
+    if sinks is None:
+        return _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), acc)
+    return _Softmax(jnp.broadcast_to(sinks, shape), jnp.ones(shape), acc)
+
+
+def _table_slice(
+    pages: Int32[Array, "R B"], start: Int32[Array, ""], count: int
+) -> Int32[Array, "R {count}"]:
+    """Entries start..start + count of each row; past the end: any valid page."""
+    columns = jnp.minimum(start + jnp.arange(count), pages.shape[1] - 1)
+    return pages[:, columns]
+
+
+def _read_pages(
+    context: _Context,
+    pages: Int32[Array, "R n"],
+    is_stored: Bool[Array, "R C"],
+    dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "R K C H"], Float[Array, "R K C H"]]:
+    """K and V of whole pages, C = n * S tokens a row; V is zero where not `is_stored`."""
+    layout = context.layout
+    keys = _gather_pages(context.kv_cache.k, context.layer, pages)
+    values = _gather_pages(context.kv_cache.v, context.layer, pages)
+    if layout.dtype in QUANTIZED_DTYPES:
+        keys = _dequantize(keys, context.k_scale).astype(dtype)
+        values = _dequantize(values, context.v_scale).astype(dtype)
+    return keys, jnp.where(is_stored[:, None, :, None], values, 0)
+
+
+def _dequantize(
+    stored: Shaped[Array, "R K C H"], scale: Float32[Array, " K"] | None
+) -> Float32[Array, "R K C H"]:
+    values = stored.astype(jnp.float32)
+    return values if scale is None else values * scale[:, None, None]
+
+
+def _gather_pages(
+    cache: Shaped[Array, "L P K S H"], layer: int | Int32[Array, ""], pages: Int32[Array, "R n"]
+) -> Shaped[Array, "R K C H"]:
+    """Pages of one layer in a single gather that also brings the heads to the front."""
+    num_layers, num_pages, num_kv_heads, page_size, head_dim = cache.shape
+    gathered = jax.lax.gather(
+        cache.reshape(num_layers * num_pages, num_kv_heads, page_size, head_dim),
+        (layer * num_pages + pages)[..., None],
+        jax.lax.GatherDimensionNumbers(
+            offset_dims=(1, 3, 4), collapsed_slice_dims=(0,), start_index_map=(0,)
+        ),
+        slice_sizes=(1, num_kv_heads, page_size, head_dim),
+        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    rows, per_row = pages.shape
+    return gathered.reshape(rows, num_kv_heads, per_row * page_size, head_dim)
+
+
+def _accumulate(
+    context: _Context,
+    softmax: _Softmax,
+    queries: Float[Array, "*M H"],
+    keys: Float[Array, "*B C H"],
+    values: Float[Array, "*B C H"],
+    mask: Bool[Array, "*X C"],
+    products: str,
+) -> _Softmax:
+    """One turn of the running softmax; `products` is the einsum of queries and keys."""
+    dtype = jnp.promote_types(queries.dtype, keys.dtype)
+    precision = "highest" if dtype == jnp.float32 else None
+    scores = context.scale * jnp.einsum(
+        products,
+        queries.astype(dtype),
+        keys.astype(dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    if context.soft_cap is not None:
+        scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
+    scores = jnp.where(mask, scores, _MASKED)
+    peak = jnp.maximum(softmax.peak, scores.max(axis=-1))
+    weights = jnp.exp(scores - peak[..., None])
+    faded = jnp.exp(softmax.peak - peak)
+    inputs, scored = products.split("->")
+    queries_axes, keys_axes = inputs.split(",")
+    new = jnp.einsum(
+        f"{scored},{keys_axes}->{queries_axes}",
+        weights.astype(dtype),
+        values.astype(dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return _Softmax(
+        peak,
+        softmax.total * faded + weights.sum(axis=-1),
+        softmax.acc * faded[..., None] + new,
+    )
