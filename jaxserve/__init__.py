@@ -1,0 +1,18 @@
+"""jaxserve: an LLM inference engine on JAX for TPU, GPU and CPU."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
+
+__all__ = ["LLM", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`jaxserve.LLM`, imported when first used: importing jaxserve stays cheap."""
+    if name == "LLM":
+        from jaxserve.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

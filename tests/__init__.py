@@ -1,0 +1,1 @@
+"""Tests mirror the packages; helpers that several tests share stand beside them."""

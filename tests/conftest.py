@@ -1,0 +1,33 @@
+"""What every test gets: JAX on the CPU with a compilation cache that later runs reuse, the model."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from jaxserve.checkpoint.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+
+# Read by jax when a test first imports it, and by the processes that tests start.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """The demo model's GGUF file; fetched when it is not there."""
+    from jaxserve.checkpoint import resolve_model
+
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(demo_model_path: Path) -> "Tokenizer":
+    """The demo model's tokenizer."""
+    from jaxserve.checkpoint import load_tokenizer
+
+    return load_tokenizer(demo_model_path)
