@@ -11,6 +11,8 @@ from jaxserve.cli_flags import Flag, all_flags, closest, config_from_flags
 from jaxserve.config import SECTIONS
 from jaxserve.errors import UserError
 from jaxserve.logs import print_user_error
+from jaxserve.errors import UserError
+from jaxserve.logs import print_user_error
 
 _HINTS = {"--model": "Give the model without a flag: jaxserve serve MODEL."}
 

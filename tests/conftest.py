@@ -1,4 +1,4 @@
-"""What every test gets: JAX on the CPU with a compilation cache that later runs reuse, the model."""
+"""What every test gets: JAX on the CPU, a compilation cache that outlives the run, the model."""
 
 import os
 from pathlib import Path
