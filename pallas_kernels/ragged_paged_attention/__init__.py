@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import dispatch
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import reference, xla
 from pallas_kernels.ragged_paged_attention.layout import (
     QUANTIZED_DTYPES,
     KVCache,
@@ -60,13 +60,13 @@ class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
         ...
 
 
-IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {"reference": reference}
+IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {"xla": xla, "reference": reference}
 
 # What "auto" tries on each platform, best first.
 AUTO_ORDER = {
-    "cpu": ("reference",),
-    "gpu": ("reference",),
-    "tpu": ("reference",),
+    "cpu": ("xla", "reference"),
+    "gpu": ("xla", "reference"),
+    "tpu": ("xla", "reference"),
 }
 
 

@@ -87,6 +87,16 @@ class KVCacheLayout:
         return cls(platform, dtype=jnp.dtype(dtype), k_axes=k_axes, v_axes=v_axes, **counts)
 
     @property
+    def storage_dtype(self) -> np.dtype:
+        """The dtype of the cache's arrays: `dtype`, but uint8 for the bits of a float8.
+
+        XLA on CPUs computes on float8 by converting the operands, here the whole cache, to
+        float16, which would copy it in every step and change the bits of NaNs.
+        """
+        is_float8 = self.dtype.itemsize == 1 and self.dtype != jnp.int8
+        return jnp.dtype(jnp.uint8) if is_float8 else self.dtype
+
+    @property
     def bytes_per_page(self) -> int:
         """Device bytes one page costs, K and V of all layers together."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.shape(1))
@@ -101,7 +111,7 @@ class KVCacheLayout:
             "H": self.head_dim,
         }
         shapes = (tuple(sizes[axis] for axis in axes) for axes in (self.k_axes, self.v_axes))
-        return KVCache(*(jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes))
+        return KVCache(*(jax.ShapeDtypeStruct(shape, self.storage_dtype) for shape in shapes))
 
     def zeros(self, num_pages: int) -> KVCache:
         """An empty cache on the default device."""
@@ -111,25 +121,13 @@ class KVCacheLayout:
         """Pages of `kv_cache`, the null page included."""
         return kv_cache.k.shape[self.k_axes.index("P")]
 
-    def to_logical(
-        self, kv_cache: KVCache
-    ) -> tuple[Shaped[Array, "L P S K H"], Shaped[Array, "L P S K H"]]:
-        """K and V as stored (not dequantized) with the logical axes; may copy the cache."""
+    def to_storage(self, stored: Shaped[Array, "*D"]) -> Shaped[Array, "*D"]:
+        """Elements of `dtype` as the cache's arrays hold them: the same bits."""
+        return jax.lax.bitcast_convert_type(stored, self.storage_dtype)
 
-        def transpose(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
-            return jnp.transpose(array, [axes.index(axis) for axis in _LOGICAL])
-
-        return transpose(kv_cache.k, self.k_axes), transpose(kv_cache.v, self.v_axes)
-
-    def from_logical(self, k: Shaped[Array, "L P S K H"], v: Shaped[Array, "L P S K H"]) -> KVCache:
-        """The inverse of `to_logical`; K and V must already have the layout's dtype."""
-        if k.dtype != self.dtype or v.dtype != self.dtype:
-            raise ValueError(f"K is {k.dtype}, V is {v.dtype}, the layout stores {self.dtype}")
-
-        def transpose(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
-            return jnp.transpose(array, [_LOGICAL.index(axis) for axis in axes])
-
-        return KVCache(transpose(k, self.k_axes), transpose(v, self.v_axes))
+    def from_storage(self, elements: Shaped[Array, "*D"]) -> Shaped[Array, "*D"]:
+        """Elements of the cache's arrays as `dtype`, the inverse of `to_storage`."""
+        return jax.lax.bitcast_convert_type(elements, self.dtype)
 
     def read_tokens(
         self,
@@ -138,10 +136,10 @@ class KVCacheLayout:
         pages: Int[Array, " C"],
         slots: Int[Array, " C"],
     ) -> tuple[Shaped[Array, "C K H"], Shaped[Array, "C K H"]]:
-        """K and V as stored of C token places; `pages` and `slots` must be in range."""
+        """K and V, as stored, of C token places; `pages` and `slots` must be in range."""
         k_index = _token_index(self.k_axes, layer, pages, slots)
         v_index = _token_index(self.v_axes, layer, pages, slots)
-        return kv_cache.k[k_index], kv_cache.v[v_index]
+        return self.from_storage(kv_cache.k[k_index]), self.from_storage(kv_cache.v[v_index])
 
     def write_tokens(
         self,
@@ -156,7 +154,8 @@ class KVCacheLayout:
         k_index = _token_index(self.k_axes, layer, pages, slots)
         v_index = _token_index(self.v_axes, layer, pages, slots)
         return KVCache(
-            kv_cache.k.at[k_index].set(k, mode="drop"), kv_cache.v.at[v_index].set(v, mode="drop")
+            kv_cache.k.at[k_index].set(self.to_storage(k), mode="drop"),
+            kv_cache.v.at[v_index].set(self.to_storage(v), mode="drop"),
         )
 
     def encode(
@@ -180,6 +179,32 @@ class KVCacheLayout:
         """The float32 values that `stored` stands for: stored * scale."""
         values = stored.astype(jnp.float32)
         return values if scale is None else values * scale[:, None]
+
+
+def to_logical(
+    layout: KVCacheLayout, kv_cache: KVCache
+) -> tuple[Shaped[Array, "L P S K H"], Shaped[Array, "L P S K H"]]:
+    """K and V as stored, not dequantized, with the logical axes; may copy the cache."""
+
+    def logical(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+        array = jnp.transpose(array, [axes.index(axis) for axis in _LOGICAL])
+        return layout.from_storage(array)
+
+    return logical(kv_cache.k, layout.k_axes), logical(kv_cache.v, layout.v_axes)
+
+
+def from_logical(
+    layout: KVCacheLayout, k: Shaped[Array, "L P S K H"], v: Shaped[Array, "L P S K H"]
+) -> KVCache:
+    """The inverse of `to_logical`; K and V must already have the layout's dtype."""
+    if k.dtype != layout.dtype or v.dtype != layout.dtype:
+        raise ValueError(f"K is {k.dtype}, V is {v.dtype}, the layout stores {layout.dtype}")
+
+    def physical(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+        array = jnp.transpose(array, [_LOGICAL.index(axis) for axis in axes])
+        return layout.to_storage(array)
+
+    return KVCache(physical(k, layout.k_axes), physical(v, layout.v_axes))
 
 
 def _token_index(
