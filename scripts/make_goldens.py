@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 sys.path.insert(0, str(GOLDENS))
 from texts import CORPUS, PROMPTS, TOKENIZER_STRINGS  # noqa: E402
+
 NUM_NEW_TOKENS = 64
 NUM_TOP_LOGITS = 32
 NUM_PROBES = 64
@@ -224,8 +225,10 @@ def make_spm() -> None:
             "bos_id": spm.bos_id(),
             "eos_id": spm.eos_id(),
             "unk_id": spm.unk_id(),
-            "strings": [{"text": s, "ids": spm.encode(s), "decoded": spm.decode(spm.encode(s))}
-                        for s in strings],
+            "strings": [
+                {"text": s, "ids": spm.encode(s), "decoded": spm.decode(spm.encode(s))}
+                for s in strings
+            ],
         },
     )
 
@@ -315,7 +318,9 @@ def make_tiny() -> None:
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
             other = unscaled(torch.tensor([ids])).logits[0, -1]
-        print(f"{length} tokens: rope scaling moves logits by {float((logits - other).abs().max())}")
+        print(
+            f"{length} tokens: rope scaling moves logits by {float((logits - other).abs().max())}"
+        )
         assert length == 1 or float((logits - other).abs().max()) > 0.1
         sequences.append({"ids": ids, "last_logits": [round(float(v), 5) for v in logits]})
     strings = TOKENIZER_STRINGS[::10]

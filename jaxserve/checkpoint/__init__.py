@@ -30,7 +30,8 @@ def resolve_model(model: str) -> Path:
 
     if not model:
         raise UserError(
-            "No model was named.", fix=f"Name one: {demo.NAME}, a .gguf file, a directory or a hub id."
+            "No model was named.",
+            fix=f"Name one: {demo.NAME}, a .gguf file, a directory or a hub id.",
         )
     if model.lower() == demo.NAME:
         return demo.find_or_fetch()

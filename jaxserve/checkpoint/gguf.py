@@ -18,13 +18,13 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies. shape: as numpy has it, outermost first; offset: from the file's start."""
+    """Where a tensor lies. shape: outermost dimension first; offset: from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class GGUFFile:
         except ValueError:
             raise UserError(
                 f"Model file {self.path}: tensor {name} has the unknown type number {type_id}.",
-                fix="Use a file with one of the types F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q2_K..Q6_K.",
+                fix="Use a file with types F32, F16, BF16, Q8_0, Q4_0, Q4_1 or Q2_K to Q6_K.",
             ) from None
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         num_values = int(np.prod([1, *shape], dtype=object))
@@ -177,9 +177,7 @@ def _map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as e:
-        raise UserError(
-            f"Model file {path} is empty.", fix="Download the file again."
-        ) from e
+        raise UserError(f"Model file {path} is empty.", fix="Download the file again.") from e
     except OSError as e:
         raise UserError(
             f"Model file {path} cannot be read: {e.strerror}.",

@@ -106,9 +106,7 @@ def _byte_level(
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if pre.pattern:
         steps.append(pre_tokenizers.Split(Regex(pre.pattern), "isolated"))
-    steps.append(
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None)
-    )
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend, pre.add_bos

@@ -1,11 +1,61 @@
+# ruff: noqa: RUF001  (confusable characters are here on purpose)
 """The texts that scripts/make_goldens.py makes goldens from; the tests read the JSON instead."""
 
 import random
 
-_WORDS = """river stone market winter signal copper garden engine letter harbour silver morning
-window paper forest bridge number circle summer island mountain village doctor teacher captain
-valley station museum kitchen ladder bottle feather hammer lantern mirror needle orchard pencil
-quarry rocket saddle tunnel umbrella violin wagon yellow zebra anchor barrel candle desert""".split()
+_WORDS = [
+    "river",
+    "stone",
+    "market",
+    "winter",
+    "signal",
+    "copper",
+    "garden",
+    "engine",
+    "letter",
+    "harbour",
+    "silver",
+    "morning",
+    "window",
+    "paper",
+    "forest",
+    "bridge",
+    "number",
+    "circle",
+    "summer",
+    "island",
+    "mountain",
+    "village",
+    "doctor",
+    "teacher",
+    "captain",
+    "valley",
+    "station",
+    "museum",
+    "kitchen",
+    "ladder",
+    "bottle",
+    "feather",
+    "hammer",
+    "lantern",
+    "mirror",
+    "needle",
+    "orchard",
+    "pencil",
+    "quarry",
+    "rocket",
+    "saddle",
+    "tunnel",
+    "umbrella",
+    "violin",
+    "wagon",
+    "yellow",
+    "zebra",
+    "anchor",
+    "barrel",
+    "candle",
+    "desert",
+]
 
 _PLACES = ["Lisbon", "Nairobi", "Osaka", "Bergen", "Quito", "Hanoi", "Tallinn", "Perth"]
 
@@ -76,7 +126,7 @@ CORPUS = "\n".join(
     + [
         "A small stone lay in the river, and nobody in the village could say who had put it there.",
         "When the winter came the harbour froze, so the captain walked to the market instead.",
-        "She wrote: \"the signal is weak, the engine is cold, and the paper is wet\".",
+        'She wrote: "the signal is weak, the engine is cold, and the paper is wet".',
         "It isn't the number of letters that matters; it's what they say, and they've said it all.",
         "The teacher counted 1, 2, 3, 10, 25, 100 and 1000 before the morning train left.",
         "for i in range(10):\n    print(i, i * i)\n\nreturn {'a': 1, 'b': [2, 3]}",
@@ -174,14 +224,14 @@ _EDGE_STRINGS = [
     "[UNK] [CLS] [MASK]",
     "Ġhello Ċ world ▁x",
     "snake_case_name camelCaseName PascalCaseName SCREAMING_CASE kebab-case",
-    "def f(x: int) -> str:\n    return f\"{x!r:>10}\"  # comment\n",
+    'def f(x: int) -> str:\n    return f"{x!r:>10}"  # comment\n',
     "for (int i = 0; i < n; ++i) { a[i] += b[i] * c[i]; }",
     "SELECT * FROM t WHERE a = 'x' AND b >= 10;",
     "<div class=\"a b\" id='c'>&nbsp;&lt;tag&gt;</div>",
     "https://example.com/path?q=1&r=a%20b#frag",
     "user.name+tag@example.co.uk",
     "C:\\Users\\me\\file.txt /usr/local/bin",
-    "{\"a\": [1, 2.5, null, true], \"b\": {\"c\": \"\\u00e9\\n\"}}",
+    '{"a": [1, 2.5, null, true], "b": {"c": "\\u00e9\\n"}}',
     "a=b;c==d;e===f;g!=h;i<=j;k>=l;m&&n;o||p;q?r:s",
     "$x = @y ?? #z; `cmd` ~/path ^caret |pipe|",
     "$$\\frac{a}{b} + \\sqrt{x^2}$$",
