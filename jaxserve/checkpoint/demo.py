@@ -51,7 +51,7 @@ def find_or_fetch(source: Source = SMOLLM2) -> Path:
     Raises:
       UserError: it is not here and cannot be fetched.
     """
-    return _find(source) or _fetch(source)
+    return find(source) or _fetch(source)
 
 
 def cache_dir() -> Path:
@@ -60,7 +60,7 @@ def cache_dir() -> Path:
     return Path(base) / "jaxserve" / "models"
 
 
-def _find(source: Source) -> Path | None:
+def find(source: Source = SMOLLM2) -> Path | None:
     """In the installed wheel (which is not imported) or in the cache; whole by its size."""
     spec = importlib.util.find_spec(source.package)
     places = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
@@ -76,7 +76,7 @@ def _fetch(source: Source) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / ".lock"):
-            if found := _find(source):
+            if found := find(source):
                 return found
             for stale in directory.glob("fetch-*"):
                 shutil.rmtree(stale, ignore_errors=True)
