@@ -258,7 +258,8 @@ def tiny_tokenizer(directory: Path, vocab_size: int) -> None:
         model_max_length=512,
     )
     fast.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}{{ eos_token }}\n"
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: "
+        "{{ m['content'] | trim }}{{ eos_token }}\n"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     fast.save_pretrained(directory)
