@@ -67,7 +67,7 @@ def _resolve_directory(path: Path) -> Path:
     )
 
 
-def load_model_info(path: Path) -> ModelInfo:
+def load_model_info(path: Path | str) -> ModelInfo:
     """What the checkpoint at `path` (of `resolve_model`) says of itself.
 
     Also checks that every weight file is there, whole and readable, without reading the weights.
@@ -86,7 +86,7 @@ def load_model_info(path: Path) -> ModelInfo:
     return gguf_llama.load_model_info(path)
 
 
-def open_weights(path: Path) -> "WeightReader":
+def open_weights(path: Path | str) -> "WeightReader":
     """A lazy reader of the weights at `path`; raises UserError like `load_model_info`."""
     path = Path(path)
     if path.is_dir():
@@ -98,7 +98,7 @@ def open_weights(path: Path) -> "WeightReader":
     return gguf_llama.GGUFReader(path)
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
+def load_tokenizer(path: Path | str) -> "Tokenizer":
     """The tokenizer and chat template at `path`.
 
     Raises:

