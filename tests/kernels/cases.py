@@ -29,6 +29,7 @@ class Config:
     max_rows: int = 5
     pages_per_row: int = 4
     num_layers: int = 2
+    axes: tuple[str, str] | None = None  # of K and V, where not the platform's
 
     @property
     def num_pages(self) -> int:
@@ -37,7 +38,7 @@ class Config:
 
     @property
     def layout(self) -> KVCacheLayout:
-        return KVCacheLayout.for_platform(
+        layout = KVCacheLayout.for_platform(
             "cpu",
             self.num_layers,
             self.num_kv_heads,
@@ -45,13 +46,16 @@ class Config:
             self.kv_dtype,
             self.page_size,
         )
+        if self.axes is None:
+            return layout
+        return dataclasses.replace(layout, k_axes=self.axes[0], v_axes=self.axes[1])
 
     @property
     def unit_roundoff(self) -> float:
         return float(jnp.finfo(self.q_dtype).eps) / 2
 
 
-# Every head dim and page size, group sizes 1 to 16, every dtype, every feature alone and together.
+# Every head dim and dtype, pages of 1 to 192, groups of 1 to 16, features alone and together.
 CONFIGS = {
     "mha": Config(4, 4, 64, 4),
     "gqa3-bf16": Config(9, 3, 64, 16, "bfloat16", "bfloat16"),
@@ -67,6 +71,15 @@ CONFIGS = {
     "fp8": Config(8, 2, 128, 16, "bfloat16", "float8_e4m3fn", has_scales=True),
     "fp8-e5m2-unscaled": Config(4, 2, 64, 8, "bfloat16", "float8_e5m2"),
     "everything": Config(8, 4, 80, 8, "float32", "int8", 11, 3.0, True, True),
+    "everything-fp8": Config(8, 4, 80, 8, "bfloat16", "float8_e4m3fn", 11, 3.0, True, True),
+    # Long enough for several turns of a loop over context and several tiles of queries.
+    "long": Config(4, 2, 64, 32, max_tokens=160, max_rows=4, pages_per_row=18),
+    "long-page192": Config(
+        2, 1, 64, 192, has_sinks=True, max_tokens=72, max_rows=3, pages_per_row=3
+    ),
+    "long-window": Config(
+        4, 1, 64, 16, "bfloat16", "bfloat16", 100, max_tokens=160, max_rows=4, pages_per_row=36
+    ),
 }
 
 
@@ -132,11 +145,11 @@ def make_case(config: Config, plans: list[RowPlan], seed: int) -> Case:
     k_scale, v_scale = _scales(config, rng)
     num_tokens = sum(plan.q_len for plan in plans)
 
-    def fresh(count: int, heads: int) -> Float[np.ndarray, "count heads H"]:
+    def random(count: int, heads: int) -> Float[np.ndarray, "..."]:
         return rng.normal(size=(count, heads, config.head_dim)).astype(q_dtype)
 
     q, k, v = (
-        _pad(fresh(num_tokens, heads), config.max_tokens)
+        _pad(random(num_tokens, heads), config.max_tokens)
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     )
     shape = (
@@ -163,7 +176,7 @@ def make_case(config: Config, plans: list[RowPlan], seed: int) -> Case:
             (k_before, k_after, k, k_scale),
             (v_before, v_after, v, v_scale),
         ):
-            context = oracle.encode(fresh(plan.context_len, config.num_kv_heads), scale, dtype)
+            context = oracle.encode(random(plan.context_len, config.num_kv_heads), scale, dtype)
             num_shared = _num_shared(config, plans, r) * config.page_size
             context[:num_shared] = before[layer, pages[:num_shared], slots[:num_shared]]
             history = np.concatenate([context, oracle.encode(x[new], scale, dtype)])
