@@ -206,14 +206,15 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
 
 def check_resolved(config: EngineConfig) -> EngineConfig:
     """Asserts that no derived value is left open; returns `config`."""
+    derived = (
+        (config.model, ("max_model_len", "served_model_name", "dtype", "info")),
+        (config.cache, ("block_size", "num_kv_blocks")),
+        (config.scheduler, ("max_num_seqs", "max_num_batched_tokens")),
+        (config.worker, ("attention", "compilation_cache_dir")),
+    )
     open_fields = [
         name
-        for section, names in {
-            config.model: ("max_model_len", "served_model_name", "dtype", "info"),
-            config.cache: ("block_size", "num_kv_blocks"),
-            config.scheduler: ("max_num_seqs", "max_num_batched_tokens"),
-            config.worker: ("attention", "compilation_cache_dir"),
-        }.items()
+        for section, names in derived
         for name in names
         if getattr(section, name) in (0, "", "auto", None)
     ]

@@ -45,11 +45,11 @@ class _Context(NamedTuple):
 class _Softmax(NamedTuple):
     """A running softmax: the largest score, the sum of weights and the weighted values so far."""
 
-    peak: Float32[Array, "*G"]
-    total: Float32[Array, "*G"]
-    acc: Float32[Array, "*G H"]
+    peak: Float32[Array, "R K M"]
+    total: Float32[Array, "R K M"]
+    acc: Float32[Array, "R K M H"]
 
-    def output(self) -> Float32[Array, "*G H"]:
+    def output(self) -> Float32[Array, "R K M H"]:
         return self.acc / self.total[..., None]
 
 
@@ -132,9 +132,8 @@ def _decode_rows(
         mask = is_stored
         if context.sliding_window is not None:
             mask &= at >= kv_lens[:, None] - context.sliding_window
-        return i + 1, _accumulate(
-            context, softmax, queries, keys, values, mask[:, None, None, :], "rkgh,rkch->rkgc"
-        )
+        mask = mask.reshape(num_rows, per_turn, 1, 1, layout.page_size)
+        return i + 1, _accumulate(context, softmax, queries, keys, values, mask)
 
     first = jnp.int32(0)
     if context.sliding_window is not None:
@@ -191,7 +190,7 @@ def _attend_tile(
     per_turn = max(1, min(_TILE_CHUNK // layout.page_size, row_pages.shape[0]))
     chunk = per_turn * layout.page_size
     queries = queries.reshape(tile, layout.num_kv_heads, group, head_dim)
-    queries = queries.transpose(1, 0, 2, 3).reshape(layout.num_kv_heads, tile * group, head_dim)
+    queries = queries.transpose(1, 0, 2, 3).reshape(1, layout.num_kv_heads, -1, head_dim)
     newest = positions.max()
 
     def turn(i: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
@@ -201,8 +200,9 @@ def _attend_tile(
         mask = at <= positions[:, None]
         if context.sliding_window is not None:
             mask &= at > positions[:, None] - context.sliding_window
-        mask = jnp.repeat(mask, group, axis=0)
-        return _accumulate(context, softmax, queries, keys[0], values[0], mask, "kmh,kch->kmc")
+        mask = jnp.repeat(mask, group, axis=0)[None, None, None]
+        keys, values = _merge_pages(keys), _merge_pages(values)
+        return _accumulate(context, softmax, queries, keys, values, mask)
 
     first = jnp.int32(0)
     if context.sliding_window is not None:
@@ -210,7 +210,7 @@ def _attend_tile(
     sinks = context.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(layout.num_kv_heads, group), tile)
-    initial = _initial(queries.shape[:2], head_dim, sinks)
+    initial = _initial(queries.shape[:3], head_dim, sinks)
     softmax = jax.lax.fori_loop(first, newest // chunk + 1, turn, initial)
     new = softmax.output().reshape(layout.num_kv_heads, tile, group, head_dim)
     return new.transpose(1, 0, 2, 3).reshape(tile, num_heads, head_dim)
@@ -239,78 +239,71 @@ def _read_pages(
     pages: Int32[Array, "R n"],
     is_stored: Bool[Array, "R C"],
     dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "R K C H"], Float[Array, "R K C H"]]:
+) -> tuple[Float[Array, "R n K S H"], Float[Array, "R n K S H"]]:
     """K and V of whole pages, C = n * S tokens a row; V is zero where not `is_stored`."""
-    layout = context.layout
     keys = _gather_pages(context.kv_cache.k, context.layer, pages)
     values = _gather_pages(context.kv_cache.v, context.layer, pages)
-    if layout.dtype in QUANTIZED_DTYPES:
+    if context.layout.dtype in QUANTIZED_DTYPES:
         keys = _dequantize(keys, context.k_scale).astype(dtype)
         values = _dequantize(values, context.v_scale).astype(dtype)
-    return keys, jnp.where(is_stored[:, None, :, None], values, 0)
+    is_stored = is_stored.reshape(*pages.shape, 1, context.layout.page_size, 1)
+    return keys, jnp.where(is_stored, values, 0)
 
 
 def _dequantize(
-    stored: Shaped[Array, "R K C H"], scale: Float32[Array, " K"] | None
-) -> Float32[Array, "R K C H"]:
+    stored: Shaped[Array, "R n K S H"], scale: Float32[Array, " K"] | None
+) -> Float32[Array, "R n K S H"]:
     values = stored.astype(jnp.float32)
     return values if scale is None else values * scale[:, None, None]
 
 
 def _gather_pages(
     cache: Shaped[Array, "L P K S H"], layer: int | Int32[Array, ""], pages: Int32[Array, "R n"]
-) -> Shaped[Array, "R K C H"]:
-    """Pages of one layer in a single gather that also brings the heads to the front."""
-    num_layers, num_pages, num_kv_heads, page_size, head_dim = cache.shape
-    gathered = jax.lax.gather(
-        cache.reshape(num_layers * num_pages, num_kv_heads, page_size, head_dim),
-        (layer * num_pages + pages)[..., None],
-        jax.lax.GatherDimensionNumbers(
-            offset_dims=(1, 3, 4), collapsed_slice_dims=(0,), start_index_map=(0,)
-        ),
-        slice_sizes=(1, num_kv_heads, page_size, head_dim),
-        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )
-    rows, per_row = pages.shape
-    return gathered.reshape(rows, num_kv_heads, per_row * page_size, head_dim)
+) -> Shaped[Array, "R n K S H"]:
+    """Pages of one layer, without a copy of that layer; `pages` must be in range."""
+    num_layers, num_pages = cache.shape[:2]
+    flat = cache.reshape(num_layers * num_pages, *cache.shape[2:])
+    return flat.at[layer * num_pages + pages].get(mode="promise_in_bounds")
+
+
+def _merge_pages(pages: Float[Array, "R n K S H"]) -> Float[Array, "R 1 K C H"]:
+    """n pages as one large page, for products that are large enough to repay the copy."""
+    num_rows, per_row, num_kv_heads, page_size, head_dim = pages.shape
+    merged = pages.transpose(0, 2, 1, 3, 4)
+    return merged.reshape(num_rows, 1, num_kv_heads, per_row * page_size, head_dim)
 
 
 def _accumulate(
     context: _Context,
     softmax: _Softmax,
-    queries: Float[Array, "*M H"],
-    keys: Float[Array, "*B C H"],
-    values: Float[Array, "*B C H"],
-    mask: Bool[Array, "*X C"],
-    products: str,
+    queries: Float[Array, "R K M H"],
+    keys: Float[Array, "R n K S H"],
+    values: Float[Array, "R n K S H"],
+    mask: Bool[Array, "R n 1 m S"],
 ) -> _Softmax:
-    """One turn of the running softmax; `products` is the einsum of queries and keys."""
+    """One turn of the running softmax of M queries a row and KV head; `mask` broadcasts to M."""
     dtype = jnp.promote_types(queries.dtype, keys.dtype)
-    precision = "highest" if dtype == jnp.float32 else None
-    scores = context.scale * jnp.einsum(
-        products,
-        queries.astype(dtype),
-        keys.astype(dtype),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+
+    def product(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
+        return jnp.einsum(
+            spec,
+            a.astype(dtype),
+            b.astype(dtype),
+            precision="highest" if dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    scores = context.scale * product("rkmh,rnksh->rnkms", queries, keys)
     if context.soft_cap is not None:
         scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
     scores = jnp.where(mask, scores, _MASKED)
-    peak = jnp.maximum(softmax.peak, scores.max(axis=-1))
-    weights = jnp.exp(scores - peak[..., None])
+    peak = jnp.maximum(softmax.peak, scores.max(axis=(1, 4)))
+    weights = jnp.exp(scores - peak[:, None, :, :, None])
     faded = jnp.exp(softmax.peak - peak)
-    inputs, scored = products.split("->")
-    queries_axes, keys_axes = inputs.split(",")
-    new = jnp.einsum(
-        f"{scored},{keys_axes}->{queries_axes}",
-        weights.astype(dtype),
-        values.astype(dtype),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    # Pages stay a batch axis of the product: contracted, they would have to be transposed first.
+    new = product("rnkms,rnksh->rnkmh", weights, values).sum(axis=1)
     return _Softmax(
         peak,
-        softmax.total * faded + weights.sum(axis=-1),
+        softmax.total * faded + weights.sum(axis=(1, 4)),
         softmax.acc * faded[..., None] + new,
     )

@@ -1,0 +1,1 @@
+"""Model functions: parameters as plain pytrees with stacked layers, one file an architecture."""

@@ -1,0 +1,84 @@
+"""The layers that architectures share: functions of arrays, no state."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from jaxserve.config import ModelInfo
+
+
+def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
+    """Root mean square norm (Zhang and Sennrich, 2019), computed in float32, in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def linear(x: Float[Array, "T I"], weight: Float[Array, "*O I"]) -> Float[Array, "T *O"]:
+    """x times a weight that is stored as published, output axes first; accumulates in float32."""
+    matrix = weight.reshape(-1, weight.shape[-1])  # a product of two matrices is never transposed
+    product = matmul_f32(x, matrix).astype(x.dtype)
+    return product.reshape(x.shape[0], *weight.shape[:-1])
+
+
+def matmul_f32(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float32[Array, "T O"]:
+    """x times the transposed weight in float32; float32 inputs are not rounded on any platform."""
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision="highest" if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def rope_frequencies(info: ModelInfo) -> Float32[np.ndarray, " h"]:
+    """Angle per position of each of the H/2 rotated pairs, long-context scaling included.
+
+    `rope_scaling` holds the fields of a Hugging Face config: rope_type default, linear or llama3
+    (the piecewise interpolation of the Llama 3.1 report).
+    """
+    exponents = np.arange(0, info.head_dim, 2, dtype=np.float64) / info.head_dim
+    frequencies = 1.0 / info.rope_theta**exponents
+    scaling = info.rope_scaling
+    kind = scaling.get("rope_type", "default")
+    if kind == "linear":
+        frequencies = frequencies / float(scaling["factor"])
+    elif kind == "llama3":
+        factor, low, high, original = (
+            float(scaling[key])
+            for key in (
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "original_max_position_embeddings",
+            )
+        )
+        wavelengths = 2 * math.pi / frequencies
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+        frequencies = (1 - smooth) * frequencies / factor + smooth * frequencies
+    else:
+        assert kind == "default", f"rope_type {kind!r}"
+    return frequencies.astype(np.float32)
+
+
+def rope_tables(
+    positions: Int32[Array, " T"], frequencies: Float32[np.ndarray, " h"]
+) -> tuple[Float32[Array, "T 1 h"], Float32[Array, "T 1 h"]]:
+    """Cosine and sine of each position's angles, with an axis for heads."""
+    angles = positions[:, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+
+
+def apply_rope(
+    x: Float[Array, "T N H"], tables: tuple[Float32[Array, "T 1 h"], Float32[Array, "T 1 h"]]
+) -> Float[Array, "T N H"]:
+    """Rotary embedding (Su et al., 2021); pairs are (i, i + H/2), as in Hugging Face weights."""
+    cos, sin = tables
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,127 @@
+"""The Llama family: pre-norm transformer, rotary positions, grouped queries, SwiGLU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from jaxserve.config import ModelInfo
+from jaxserve.models.layers import (
+    apply_rope,
+    linear,
+    matmul_f32,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+)
+from jaxserve.models.registry import Attend, Params, ParamSpec
+from pallas_kernels.ragged_paged_attention import KVCache
+
+_LAYER = "model.layers.{i}."
+
+
+def param_specs(info: ModelInfo) -> dict[str, ParamSpec]:
+    """Every parameter. Queries, keys and values of one KV head lie together, so that any split of
+    the KV heads over devices keeps groups whole: qkv is [L, K, N/K + 2, H, D]."""
+    layers, embed, mlp = info.num_layers, info.hidden_size, info.intermediate_size
+    kv_heads, head_dim = info.num_kv_heads, info.head_dim
+    group = info.num_heads // kv_heads
+
+    def pack_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        q = q.reshape(kv_heads, group, head_dim, *q.shape[1:])
+        k, v = (a.reshape(kv_heads, 1, head_dim, *a.shape[1:]) for a in (k, v))
+        return np.concatenate([q, k, v], axis=1)
+
+    def stacked(
+        shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str, assemble=None
+    ) -> ParamSpec:
+        return ParamSpec(
+            (layers, *shape), ("layers", *axes), tuple(_LAYER + n for n in names), assemble
+        )
+
+    qkv_names = [f"self_attn.{n}_proj" for n in "qkv"]
+    specs = {
+        "embed": ParamSpec(
+            (info.vocab_size, embed), ("vocab", "embed"), ("model.embed_tokens.weight",)
+        ),
+        "final_norm": ParamSpec((embed,), ("embed",), ("model.norm.weight",)),
+        "layers.attn_norm": stacked((embed,), ("embed",), "input_layernorm.weight"),
+        "layers.qkv": stacked(
+            (kv_heads, group + 2, head_dim, embed),
+            ("kv_heads", None, None, "embed"),
+            *[n + ".weight" for n in qkv_names],
+            assemble=pack_qkv,
+        ),
+        "layers.attn_out": stacked(
+            (embed, info.num_heads * head_dim), ("embed", "heads"), "self_attn.o_proj.weight"
+        ),
+        "layers.mlp_norm": stacked((embed,), ("embed",), "post_attention_layernorm.weight"),
+        "layers.gate_up": stacked(
+            (2, mlp, embed),
+            (None, "mlp", "embed"),
+            "mlp.gate_proj.weight",
+            "mlp.up_proj.weight",
+            assemble=lambda gate, up: np.stack([gate, up]),
+        ),
+        "layers.down": stacked((embed, mlp), ("embed", "mlp"), "mlp.down_proj.weight"),
+    }
+    if info.attention_bias:
+        specs["layers.qkv_bias"] = stacked(
+            (kv_heads, group + 2, head_dim),
+            ("kv_heads", None, None),
+            *[n + ".bias" for n in qkv_names],
+            assemble=pack_qkv,
+        )
+        specs["layers.attn_out_bias"] = stacked((embed,), ("embed",), "self_attn.o_proj.bias")
+    if not info.tie_word_embeddings:
+        specs["lm_head"] = ParamSpec(
+            (info.vocab_size, embed), ("vocab", "embed"), ("lm_head.weight",)
+        )
+    return specs
+
+
+def forward(
+    params: Params,
+    info: ModelInfo,
+    token_ids: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    kv_cache: KVCache,
+    attend: Attend,
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """See `registry.Model.forward`. One scan over the stacked layers."""
+    tables = rope_tables(positions, rope_frequencies(info))
+    num_tokens = token_ids.shape[0]
+
+    def layer(
+        carry: tuple[Float[Array, "T D"], KVCache], xs: tuple[Params, Int32[Array, ""]]
+    ) -> tuple[tuple[Float[Array, "T D"], KVCache], None]:
+        (x, kv_cache), (weights, layer_idx) = carry, xs
+        h = rms_norm(x, weights["attn_norm"], info.rms_norm_eps)
+        qkv = linear(h, weights["qkv"])
+        if "qkv_bias" in weights:
+            qkv = qkv + weights["qkv_bias"]
+        q = qkv[:, :, :-2].reshape(num_tokens, info.num_heads, info.head_dim)
+        q, k = apply_rope(q, tables), apply_rope(qkv[:, :, -2], tables)
+        attended, kv_cache = attend(q, k, qkv[:, :, -1], kv_cache, layer_idx)
+        attended = linear(attended.reshape(num_tokens, -1), weights["attn_out"])
+        if "attn_out_bias" in weights:
+            attended = attended + weights["attn_out_bias"]
+        x = x + attended
+        h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
+        gate_up = linear(h, weights["gate_up"])
+        x = x + linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], weights["down"])
+        return (x, kv_cache), None
+
+    prefix = "layers."
+    stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+    x = params["embed"][token_ids]
+    layer_idxs = jnp.arange(info.num_layers, dtype=jnp.int32)
+    (x, kv_cache), _ = jax.lax.scan(layer, (x, kv_cache), (stacked, layer_idxs))
+    return rms_norm(x, params["final_norm"], info.rms_norm_eps), kv_cache
+
+
+def logits(params: Params, info: ModelInfo, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+    """See `registry.Model.logits`."""
+    head = params["embed" if info.tie_word_embeddings else "lm_head"]
+    return matmul_f32(hidden, head)

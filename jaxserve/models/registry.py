@@ -1,0 +1,76 @@
+"""Which architecture is served by which model functions, and what a model must provide."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from jaxserve.config import ModelInfo
+from pallas_kernels.ragged_paged_attention import KVCache
+
+type Params = Mapping[str, Array]
+type Attend = Callable[
+    [
+        Float[Array, "T N H"],
+        Float[Array, "T K H"],
+        Float[Array, "T K H"],
+        KVCache,
+        Int32[Array, ""],
+    ],
+    tuple[Float[Array, "T N H"], KVCache],
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter array: its shape, what its axes mean, and where its values come from.
+
+    axes: a logical name an axis ("layers", "embed", "heads", "kv_heads", "mlp", "vocab"), or None.
+    sources: one group of checkpoint tensor names (Hugging Face names, "{i}" is the layer) that
+      together fill one layer. With "layers" as first axis there is one such group a layer.
+    assemble: turns one group's tensors into the array (of one layer); None: the single tensor.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    sources: tuple[str, ...]
+    assemble: Callable | None = None
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.axes[0] == "layers"
+
+
+class Model(Protocol):
+    """What an architecture's module must hold."""
+
+    def param_specs(self, info: ModelInfo) -> dict[str, ParamSpec]:
+        """Every parameter of the model, by name."""
+        ...
+
+    def forward(
+        self,
+        params: Params,
+        info: ModelInfo,
+        token_ids: Int32[Array, " T"],
+        positions: Int32[Array, " T"],
+        kv_cache: KVCache,
+        attend: Attend,
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Hidden states after the last norm; padding tokens may hold any valid id."""
+        ...
+
+    def logits(
+        self, params: Params, info: ModelInfo, hidden: Float[Array, "R D"]
+    ) -> Float32[Array, "R V"]:
+        """Next-token scores."""
+        ...
+
+
+def model_for(info: ModelInfo) -> Model:
+    """The model functions for a checkpoint; `checkpoint.load_model_info` has refused others."""
+    from jaxserve.models import llama
+
+    return {"LlamaForCausalLM": llama}[info.architecture]

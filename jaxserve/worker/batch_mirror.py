@@ -1,0 +1,154 @@
+"""The host's view of the batch: turns the engine core's plans into uploads. NumPy only."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from jaxserve.messages import AdmittedRow, SchedulerOutput
+from jaxserve.worker.batch_state import (
+    NUM_FIELDS,
+    admission_fields,
+    num_columns,
+    unpack_delta,
+)
+from jaxserve.worker.buckets import Bucket
+
+
+class StepInput(NamedTuple):
+    """One step, not yet padded to a bucket.
+
+    rows: ascending; each computes its q_lens (at least 1) and samples where `samples`.
+    token_ids: the tokens of all rows one after the other, -1 where the device knows the token.
+    addresses, values: writes to the batch state that must be done first.
+    """
+
+    rows: Int32[np.ndarray, " R"]
+    q_lens: Int32[np.ndarray, " R"]
+    samples: Bool[np.ndarray, " R"]
+    token_ids: Int32[np.ndarray, " T"]
+    addresses: Int32[np.ndarray, " W"]
+    values: Int32[np.ndarray, " W"]
+
+    def fill(self, buffer: Int32[np.ndarray, " D"], bucket: Bucket, num_lines: int) -> None:
+        """Writes the step into an upload buffer; a batch state of `num_lines` lines tells what is
+        past its end."""
+        delta = unpack_delta(buffer, bucket)
+        num_tokens, num_rows, num_writes = len(self.token_ids), len(self.rows), len(self.values)
+        delta.token_ids[:num_tokens] = self.token_ids
+        delta.token_ids[num_tokens:] = 0
+        delta.rows[:num_rows] = self.rows
+        delta.rows[num_rows:] = num_lines
+        delta.cu_q_lens[0] = 0
+        np.cumsum(self.q_lens, out=delta.cu_q_lens[1 : num_rows + 1])
+        delta.cu_q_lens[num_rows + 1 :] = num_tokens
+        delta.samples[:num_rows] = self.samples
+        delta.samples[num_rows:] = 0
+        delta.num_rows[0] = num_rows
+        delta.addresses[:num_writes] = self.addresses
+        delta.addresses[num_writes:] = np.iinfo(np.int32).max
+        delta.values[:num_writes] = self.values
+        delta.values[num_writes:] = 0
+
+
+class BatchMirror:
+    """Row by row: how many tokens there are, how many are computed, how many blocks.
+
+    It follows from the plans alone, never from results, so that a step can be built while the one
+    before still runs.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks_per_row: int):
+        self._num_columns = num_columns(max_blocks_per_row)
+        self._is_live = np.zeros(max_num_seqs, bool)
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)
+        self._num_computed = np.zeros(max_num_seqs, np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._known_tokens: dict[int, np.ndarray] = {}  # rows with tokens the device has not seen
+
+    def apply(self, plan: SchedulerOutput) -> StepInput:
+        """Takes in one plan; returns what the device must do for it."""
+        for row in plan.released_rows:
+            assert self._is_live[row], f"row {row} is released but not live in step {plan.step_id}"
+            self._is_live[row] = False
+            self._known_tokens.pop(row, None)
+        addresses: list[np.ndarray] = []
+        values: list[np.ndarray] = []
+        for admitted in plan.admitted:
+            self._admit(admitted, addresses, values)
+        self._add_blocks(plan.new_blocks, addresses, values)
+
+        counts = self._is_live.astype(np.int32)
+        counts[plan.num_tokens[::2]] = plan.num_tokens[1::2]
+        rows = np.flatnonzero(counts).astype(np.int32)
+        q_lens = counts[rows]
+        ends = self._num_computed[rows] + q_lens
+        samples = ends == self._num_tokens[rows]
+        assert self._is_live[rows].all() and (ends <= self._num_tokens[rows]).all(), (
+            f"step {plan.step_id} computes tokens that no live row has"
+        )
+        token_ids = self._token_ids(rows, q_lens, ends)
+        self._num_computed[rows] = ends
+        self._num_tokens[rows] += samples
+        empty = np.zeros(0, np.int32)
+        return StepInput(
+            rows,
+            q_lens,
+            samples,
+            token_ids,
+            np.concatenate(addresses) if addresses else empty,
+            np.concatenate(values) if values else empty,
+        )
+
+    def _admit(
+        self, admitted: AdmittedRow, addresses: list[np.ndarray], values: list[np.ndarray]
+    ) -> None:
+        row = admitted.row
+        assert not self._is_live[row], f"row {row} is admitted twice"
+        self._is_live[row] = True
+        self._num_tokens[row] = len(admitted.token_ids)
+        self._num_computed[row] = admitted.num_computed_tokens
+        self._num_blocks[row] = len(admitted.block_ids)
+        self._known_tokens[row] = np.array(admitted.token_ids, np.int32)
+        fields = admission_fields(
+            admitted.sampling, admitted.num_prompt_tokens, admitted.num_computed_tokens
+        )
+        line = row * self._num_columns
+        addresses.append(line + np.arange(len(fields), dtype=np.int32))
+        values.append(fields)
+        first_block = line + NUM_FIELDS
+        addresses.append(first_block + np.arange(len(admitted.block_ids), dtype=np.int32))
+        values.append(np.array(admitted.block_ids, np.int32))
+
+    def _add_blocks(
+        self, new_blocks: list[int], addresses: list[np.ndarray], values: list[np.ndarray]
+    ) -> None:
+        if not new_blocks:
+            return
+        written = []
+        for row in new_blocks[::2]:
+            written.append(row * self._num_columns + NUM_FIELDS + self._num_blocks[row])
+            self._num_blocks[row] += 1
+        addresses.append(np.array(written, np.int32))
+        values.append(np.array(new_blocks[1::2], np.int32))
+
+    def _token_ids(
+        self,
+        rows: Int32[np.ndarray, " R"],
+        q_lens: Int32[np.ndarray, " R"],
+        ends: Int32[np.ndarray, " R"],
+    ) -> Int32[np.ndarray, " T"]:
+        token_ids = np.full(int(q_lens.sum()), -1, np.int32)
+        if not self._known_tokens:
+            return token_ids
+        starts = np.cumsum(q_lens) - q_lens
+        for row in list(self._known_tokens):
+            idx = int(np.searchsorted(rows, row))
+            if idx == len(rows) or rows[idx] != row:
+                continue  # sits this step out
+            known = self._known_tokens[row]
+            chunk = known[ends[idx] - q_lens[idx] : ends[idx]]
+            token_ids[starts[idx] : starts[idx] + len(chunk)] = chunk
+            if ends[idx] >= len(known):
+                del self._known_tokens[row]
+        return token_ids

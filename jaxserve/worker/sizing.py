@@ -1,0 +1,198 @@
+"""Derives what depends on devices: dtype, limits, kernels, and how many KV blocks fit."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from jaxserve.config import EngineConfig, replace
+from jaxserve.errors import UserError
+from pallas_kernels.ragged_paged_attention import (
+    AttentionCall,
+    KVCacheLayout,
+    explain,
+    unsupported_reason,
+)
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlatformDefaults:
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    smallest_bucket: int
+    dtype: str
+    dtype_reason: str
+
+
+_DEFAULTS = {
+    "cpu": _PlatformDefaults(
+        32, 32, 512, 8, "bfloat16", "half the bytes of float32, and XLA's products are faster"
+    ),
+    "gpu": _PlatformDefaults(64, 256, 2048, 16, "bfloat16", "the matrix units' type"),
+    "tpu": _PlatformDefaults(128, 256, 2048, 16, "bfloat16", "the matrix units' type"),
+}
+
+
+def platform_of(device: jax.Device) -> str:
+    """ "cpu", "gpu" or "tpu"."""
+    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+
+
+def smallest_bucket(platform: str) -> int:
+    """Fewest token slots of a step. On CPUs bfloat16 products of one row are slow, of 8 fast."""
+    return _DEFAULTS[platform].smallest_bucket
+
+
+def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig:
+    """Everything but the number of KV blocks; each derived value is logged with its reason.
+
+    Raises:
+      UserError: a named attention implementation cannot run this model here, or limits that do not
+        fit each other.
+    """
+    platform = platform_of(device)
+    defaults = _DEFAULTS[platform]
+    derived: dict[str, object] = {}
+
+    def derive(name: str, value: object, reason: str) -> None:
+        derived[name] = value
+        logger.info("%s = %s: %s", name, value, reason)
+
+    on_platform = f"default on {platform}"
+    if config.model.dtype == "auto":
+        derive("dtype", defaults.dtype, f"{on_platform}, {defaults.dtype_reason}")
+    if not config.cache.block_size:
+        derive("block_size", defaults.block_size, on_platform)
+    if not config.scheduler.max_num_seqs:
+        derive("max_num_seqs", defaults.max_num_seqs, on_platform)
+    if not config.scheduler.max_num_batched_tokens:
+        wanted = max(defaults.max_num_batched_tokens, int(derived.get("max_num_seqs", 0) or 0))
+        derive("max_num_batched_tokens", wanted, on_platform)
+    config = replace(config, **derived)
+    if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
+        raise UserError(
+            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens} is less than "
+            f"--max-num-seqs {config.scheduler.max_num_seqs}: a step could not serve every request.",
+            fix=f"Use --max-num-batched-tokens {config.scheduler.max_num_seqs} or more.",
+        )
+    return replace(config, attention=_resolve_attention(config, platform))
+
+
+def attention_call(config: EngineConfig, platform: str) -> AttentionCall:
+    """The attention call that this model makes."""
+    return AttentionCall(
+        layout=kv_cache_layout(config, platform),
+        num_heads=config.info.num_heads,
+        q_dtype=jnp.dtype(config.model.dtype),
+    )
+
+
+def kv_cache_layout(config: EngineConfig, platform: str) -> KVCacheLayout:
+    """How this model's KV cache lies in memory."""
+    info = config.info
+    return KVCacheLayout.for_platform(
+        platform,
+        info.num_layers,
+        info.num_kv_heads,
+        info.head_dim,
+        config.model.dtype,
+        config.cache.block_size,
+    )
+
+
+def _resolve_attention(config: EngineConfig, platform: str) -> str:
+    call = attention_call(config, platform)
+    asked = config.worker.attention
+    if asked != "auto":
+        reason = unsupported_reason(asked, call)
+        if reason is not None:
+            raise UserError(f"--attention {asked}: {reason}.", fix="Use --attention auto.")
+        return asked
+    explanation = explain(call)
+    assert explanation.chosen is not None, str(explanation)
+    logger.info("attention = %s: best of what runs here", explanation)
+    return explanation.chosen
+
+
+def memory_limit_bytes(device: jax.Device) -> int:
+    """Bytes the device can still give: free memory, for a CPU within its container's limit."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    available = psutil.virtual_memory().available
+    if _CGROUP_LIMIT.is_file():
+        text = _CGROUP_LIMIT.read_text().strip()
+        if text != "max":
+            available = min(available, int(text) - psutil.Process().memory_info().rss)
+    return available
+
+
+def blocks_per_sequence(config: EngineConfig) -> int:
+    """Blocks of the longest sequence: the width of a block table."""
+    return -(-config.model.max_model_len // config.cache.block_size)
+
+
+def resolve_num_kv_blocks(
+    config: EngineConfig, platform: str, free_bytes: int, step_temp_bytes: int
+) -> EngineConfig:
+    """How many KV blocks there are, null block included.
+
+    free_bytes: what the device has for the cache and for a step's temporaries.
+    step_temp_bytes: what the largest step needs beside its arguments and results.
+
+    Raises:
+      UserError: the longest sequence does not fit; names the longest that does.
+    """
+    bytes_per_block = kv_cache_layout(config, platform).bytes_per_page
+    needed = blocks_per_sequence(config) + 1
+    cache = config.cache
+    budget = int(free_bytes * cache.memory_utilization) - step_temp_bytes
+    if cache.num_kv_blocks:
+        num_blocks, reason = cache.num_kv_blocks, "--num-kv-blocks"
+        if num_blocks >= needed and num_blocks * bytes_per_block > free_bytes - step_temp_bytes:
+            most = max(0, free_bytes - step_temp_bytes) // bytes_per_block
+            raise UserError(
+                f"--num-kv-blocks {num_blocks} needs {num_blocks * bytes_per_block / _GIB:.2f} GiB,"
+                f" but {most * bytes_per_block / _GIB:.2f} GiB are free.",
+                fix=f"Use --num-kv-blocks {most} or less.",
+            )
+    else:
+        reason = (
+            f"{free_bytes / _GIB:.2f} GiB free x {cache.memory_utilization} - "
+            f"{step_temp_bytes / _GIB:.2f} GiB for the largest step"
+        )
+        limit = cache.kv_cache_memory_bytes or (2 * _GIB if platform == "cpu" else 0)
+        if limit and limit < budget:
+            budget = limit
+            reason = f"{limit / _GIB:.2f} GiB for the KV cache"
+        num_blocks = budget // bytes_per_block
+    if num_blocks < needed:
+        fits = max(0, num_blocks - 1) * cache.block_size
+        fix = (
+            f"Use --max-model-len {fits}, or give the KV cache more memory."
+            if fits
+            else "Give the KV cache more memory, or use a smaller model."
+        )
+        raise UserError(
+            f"--max-model-len {config.model.max_model_len} needs {needed} KV blocks "
+            f"({needed * bytes_per_block / _GIB:.2f} GiB), but there is room for {num_blocks} "
+            f"({reason}).",
+            fix=fix,
+        )
+    logger.info(
+        "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
+        num_blocks,
+        (num_blocks - 1) * cache.block_size,
+        num_blocks * bytes_per_block / _GIB,
+        reason,
+    )
+    return replace(config, num_kv_blocks=num_blocks)

@@ -1,0 +1,113 @@
+"""Compiles every step before the first request, in parallel and into a cache on disk."""
+
+import concurrent.futures
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from jaxserve.worker.batch_state import apply_writes
+from jaxserve.worker.buckets import Bucket
+from jaxserve.worker.step import DeviceState, StepSpec, forward, sample_and_advance, step
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts compilations in this process from its making on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_s: float, **_: object) -> None:
+        if event == _COMPILE_EVENT:
+            self.count += 1
+            logger.warning("Compiled something after warm-up (%.2f s)", duration_s)
+
+
+def use_compilation_cache(directory: Path) -> None:
+    """Makes jax keep every program it compiles under `directory`."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_step(
+    spec: StepSpec, bucket: Bucket, params: object, state: DeviceState
+) -> jax.stages.Compiled:
+    """The step for one bucket: (params, state, buffer) -> (tokens, state). Donates the state.
+
+    `params` and `state` may be arrays or their shapes.
+    """
+
+    def jaxserve_step(params, state, buffer):
+        return step(spec, bucket, params, state, buffer)
+
+    return _compile(jaxserve_step, (1,), params, state, _buffer_shape(bucket))
+
+
+def compile_forward(
+    spec: StepSpec, bucket: Bucket, params: object, state: DeviceState
+) -> jax.stages.Compiled:
+    """The first half of the step: (params, state, buffer) -> (logits, state)."""
+
+    def jaxserve_forward(params, state, buffer):
+        return forward(spec, bucket, params, state, buffer)
+
+    return _compile(jaxserve_forward, (1,), params, state, _buffer_shape(bucket))
+
+
+def compile_sample(spec: StepSpec, bucket: Bucket, state: DeviceState) -> jax.stages.Compiled:
+    """The second half of the step: (logits, table, buffer) -> (tokens, table)."""
+
+    def jaxserve_sample(logits, table, buffer):
+        return sample_and_advance(bucket, logits, table, buffer)
+
+    logits = jax.ShapeDtypeStruct((bucket.num_rows, spec.info.vocab_size), jax.numpy.float32)
+    return _compile(jaxserve_sample, (1,), logits, state.table, _buffer_shape(bucket))
+
+
+def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
+    """(table, addresses, values) -> table, for more writes than a step carries."""
+
+    def jaxserve_writes(table, addresses, values):
+        return apply_writes(table, addresses, values)
+
+    writes = jax.ShapeDtypeStruct((num_writes,), jax.numpy.int32)
+    return _compile(jaxserve_writes, (0,), state.table, writes, writes)
+
+
+def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.stages.Compiled:
+    return jax.jit(function, donate_argnums=donate).lower(*args).compile()
+
+
+def _buffer_shape(bucket: Bucket) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((bucket.delta_len,), jax.numpy.int32)
+
+
+def run_parallel(
+    jobs: Sequence[Callable[[], jax.stages.Compiled]],
+) -> list[jax.stages.Compiled]:
+    """Runs compile jobs in threads, with a progress bar on a terminal and one log line."""
+    started_s = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        progress = tqdm(
+            concurrent.futures.as_completed(futures),
+            total=len(futures),
+            desc="Compiling",
+            disable=not sys.stderr.isatty(),
+        )
+        for _ in progress:
+            pass
+        compiled = [future.result() for future in futures]
+    logger.info("Compiled %d programs in %.1f s", len(jobs), time.perf_counter() - started_s)
+    return compiled
