@@ -51,9 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 # --- API server -> engine core -------------------------------------------------------------------
 
 
-class EngineCoreRequest(
-    msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="request"
-):
+class EngineCoreRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="request"):
     """One sequence to generate. The engine core never sees text.
 
     arrival_time_s: seconds since the epoch.  priority: lower runs first (policy "priority").
@@ -226,9 +224,56 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 WorkerOutput = ModelRunnerOutput | WorkerReady | WorkerFailed
 
+# --- how a child process starts ------------------------------------------------------------------
+
+
+class RingHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A ring buffer as inherited file descriptors (`engine/executor/ring_buffer.py`).
+
+    published, consumed: for each reader the descriptors of its two counters.
+    """
+
+    memory_fd: int
+    capacity_bytes: int
+    published: list[list[int]]
+    consumed: list[list[int]]
+
+
+class EngineCoreStart(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine core process is told first. config: an EngineConfig as msgpack.
+
+    input_address: ZMQ address that the engine core binds.
+    output_addresses: one for each API server, in client_idx order; the engine core connects.
+    socket_dir: removed by the engine core when its parent dies.
+    worker_class: "module:Class" of the worker.
+    """
+
+    config: bytes
+    input_address: str
+    output_addresses: list[str]
+    socket_dir: str
+    worker_class: str
+
+
+class WorkerStart(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker process is told first. config: an EngineConfig as msgpack.
+
+    plan_ring: SchedulerOutput from the engine core; this worker is its reader `rank`.
+    result_ring: WorkerOutput to the engine core, its only reader.
+    """
+
+    config: bytes
+    rank: int
+    plan_ring: RingHandle
+    result_ring: RingHandle
+    worker_class: str
+
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_engine_input = msgspec.msgpack.Decoder(EngineInput).decode
 decode_engine_output = msgspec.msgpack.Decoder(EngineOutput).decode
 decode_scheduler_output = msgspec.msgpack.Decoder(SchedulerOutput).decode
 decode_worker_output = msgspec.msgpack.Decoder(WorkerOutput).decode
+decode_engine_core_start = msgspec.msgpack.Decoder(EngineCoreStart).decode
+decode_worker_start = msgspec.msgpack.Decoder(WorkerStart).decode

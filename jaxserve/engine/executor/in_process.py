@@ -1,0 +1,78 @@
+"""The executor that runs one worker in the engine core's own process."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineDeadError, UserError
+from jaxserve.messages import ModelRunnerOutput, SchedulerOutput
+
+
+class Worker(Protocol):
+    """What executors and worker processes need of a worker (`worker/worker.py`).
+
+    `execute` and `collect` may be called from two threads, one each.
+    """
+
+    def load(self) -> EngineConfig:
+        """Loads the model, warms up; returns the resolved config."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        """Starts a step on the devices."""
+        ...
+
+    def collect(self) -> ModelRunnerOutput:
+        """Blocks for the result of the oldest step not collected yet."""
+        ...
+
+
+class InProcessExecutor:
+    """One worker, called directly. A step cannot be timed out: nobody is there to interrupt it."""
+
+    def __init__(self, config: EngineConfig, worker_factory: Callable[[EngineConfig], Worker]):
+        self._config = config
+        self._worker_factory = worker_factory
+        self._worker: Worker | None = None
+        self._failure: Exception | None = None
+
+    def start(self) -> EngineConfig:
+        self._worker = self._worker_factory(self._config)
+        return self._worker.load()
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        assert self._worker is not None, "not started"
+        self.check()
+        try:
+            self._worker.execute(plan)
+        except Exception as error:
+            raise self._dead(error) from error
+
+    def collect(self) -> ModelRunnerOutput:
+        assert self._worker is not None, "not started"
+        self.check()
+        try:
+            return self._worker.collect()
+        except Exception as error:
+            raise self._dead(error) from error
+
+    def failure_fds(self) -> list[int]:
+        return []
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._dead(self._failure)
+
+    def shutdown(self) -> None:
+        self._worker = None
+
+    def _dead(self, error: Exception) -> EngineDeadError:
+        self._failure = error
+        return EngineDeadError(f"the worker failed: {describe_error(error)}")
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception in one line: a UserError's problem, else its type and text."""
+    if isinstance(error, UserError):
+        return error.problem
+    return f"{type(error).__name__}: {error}"

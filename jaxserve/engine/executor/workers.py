@@ -1,0 +1,179 @@
+"""The executor that runs every worker in a process of its own.
+
+One ring buffer carries each plan to all workers; every worker has a ring back, on which all report
+that they are ready or have failed, and only rank 0 sends results.
+"""
+
+import time
+
+from jaxserve import processes
+from jaxserve.config import EngineConfig, decode_config, encode_config
+from jaxserve.engine.executor.ring_buffer import (
+    ReaderDiedError,
+    RingBuffer,
+    RingReader,
+    RingWriter,
+    WatchedFdError,
+)
+from jaxserve.errors import EngineDeadError, UserError
+from jaxserve.messages import (
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerFailed,
+    WorkerOutput,
+    WorkerReady,
+    WorkerStart,
+    decode_worker_output,
+    encode,
+)
+
+_PLAN_RING_BYTES = 1 << 22
+_RESULT_RING_BYTES = 1 << 18
+_STOP_TIMEOUT_S = 2.0
+
+
+class WorkersExecutor:
+    """Worker processes, fed through shared memory."""
+
+    def __init__(self, config: EngineConfig, worker_class: str, num_workers: int = 1):
+        self._config = config
+        self._worker_class = worker_class
+        self._step_timeout_s = config.worker.step_timeout_s
+        self._plan_ring = RingBuffer.create(_PLAN_RING_BYTES, num_workers)
+        self._result_rings = [
+            RingBuffer.create(_RESULT_RING_BYTES, num_readers=1) for _ in range(num_workers)
+        ]
+        self._workers: list[processes.Child] = []
+        self._readers: list[RingReader] = []
+        self._writer: RingWriter | None = None
+        self._ready: dict[int, WorkerReady] = {}
+        self._dead: EngineDeadError | None = None
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """In order of rank."""
+        return [worker.pid for worker in self._workers]
+
+    def start(self) -> EngineConfig:
+        for rank, result_ring in enumerate(self._result_rings):
+            self._workers.append(self._spawn(rank, result_ring))
+        death_fds = [worker.death_fd for worker in self._workers]
+        self._writer = self._plan_ring.writer(death_fds)
+        # Who waits for rank 0 is woken by the death of any worker and by what the others say.
+        others = [ring.reader(watch_fds=death_fds) for ring in self._result_rings[1:]]
+        watch_fds = [*death_fds, *(reader.fd for reader in others)]
+        self._readers = [self._result_rings[0].reader(watch_fds=watch_fds), *others]
+        configs = [self._wait_until_ready(rank) for rank in range(len(self._workers))]
+        return decode_config(configs[0])
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        assert self._writer is not None, "not started"
+        self._raise_if_dead()
+        try:
+            self._writer.write(encode(plan), self._step_timeout_s)
+        except ReaderDiedError as error:
+            raise self._died(error.reader_idx) from None
+        except TimeoutError:
+            raise self._timed_out() from None
+
+    def collect(self) -> ModelRunnerOutput:
+        self._raise_if_dead()
+        try:
+            output = self._receive(0, self._step_timeout_s)
+        except TimeoutError:
+            raise self._timed_out() from None
+        assert isinstance(output, ModelRunnerOutput), output
+        return output
+
+    def failure_fds(self) -> list[int]:
+        return [worker.death_fd for worker in self._workers]
+
+    def check(self) -> None:
+        self._raise_if_dead()
+        for rank, worker in enumerate(self._workers):
+            if worker.wait(0.0):
+                raise self._died(rank)
+
+    def shutdown(self) -> None:
+        processes.stop_all(self._workers, _STOP_TIMEOUT_S)
+        for ring in [self._plan_ring, *self._result_rings]:
+            ring.close()
+
+    def _spawn(self, rank: int, result_ring: RingBuffer) -> processes.Child:
+        start = WorkerStart(
+            config=encode_config(self._config),
+            rank=rank,
+            plan_ring=self._plan_ring.handle,
+            result_ring=result_ring.handle,
+            worker_class=self._worker_class,
+        )
+        return processes.spawn(
+            "jaxserve.worker.worker_process",
+            f"worker {rank}",
+            encode(start),
+            inherited_fds=[*self._plan_ring.fds(), *result_ring.fds()],
+        )
+
+    def _wait_until_ready(self, rank: int) -> bytes:
+        if rank not in self._ready:
+            message = self._receive(rank, timeout_s=None)
+            assert isinstance(message, WorkerReady), message
+            self._ready[rank] = message
+        return self._ready[rank].config
+
+    def _receive(self, rank: int, timeout_s: float | None) -> WorkerOutput:
+        """The next message of a worker; raises if any worker has failed."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            try:
+                message = decode_worker_output(self._readers[rank].read(remaining_s))
+            except WatchedFdError:
+                self._attend_to_others()
+                continue
+            if isinstance(message, WorkerFailed):
+                raise self._failed(rank, message)
+            return message
+
+    def _attend_to_others(self) -> None:
+        """Takes what ranks other than 0 say, and finds out who has died."""
+        for rank, reader in list(enumerate(self._readers))[1:]:
+            message = _read_now(reader)
+            if isinstance(message, WorkerFailed):
+                raise self._failed(rank, message)
+            if isinstance(message, WorkerReady):
+                self._ready[rank] = message
+        self.check()
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _died(self, rank: int) -> EngineDeadError | UserError:
+        """The failure of a dead worker: its last words, else how it ended."""
+        while (message := _read_now(self._readers[rank])) is not None:
+            if isinstance(message, WorkerFailed):
+                return self._failed(rank, message)
+        self._dead = EngineDeadError(self._workers[rank].describe_exit())
+        return self._dead
+
+    def _failed(self, rank: int, message: WorkerFailed) -> EngineDeadError | UserError:
+        self._dead = EngineDeadError(f"{self._workers[rank].name} failed: {message.reason}")
+        if message.fix is not None:
+            return UserError(message.reason, fix=message.fix)
+        return self._dead
+
+    def _timed_out(self) -> EngineDeadError:
+        self._dead = EngineDeadError(
+            f"{self._workers[0].name} did not finish a step within"
+            f" {self._step_timeout_s:g} s (--step-timeout-s)"
+        )
+        return self._dead
+
+
+def _read_now(reader: RingReader) -> WorkerOutput | None:
+    """A message that has arrived already, else None."""
+    try:
+        return decode_worker_output(reader.read(0.0))
+    except (TimeoutError, WatchedFdError):
+        return None

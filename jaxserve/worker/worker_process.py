@@ -1,0 +1,99 @@
+"""The worker process: `python -m jaxserve.worker.worker_process`, started by the executor.
+
+Main loop: read a plan -> execute it. Output thread: collect a result -> send it. A worker exits
+when the engine core says so or dies (`jaxserve.processes`), and with code 1 when it fails itself;
+its last message then says why.
+"""
+
+import logging
+import os
+import queue
+import threading
+
+from jaxserve import processes
+from jaxserve.config import decode_config, encode_config
+from jaxserve.engine.executor import load_class
+from jaxserve.engine.executor.in_process import Worker, describe_error
+from jaxserve.engine.executor.ring_buffer import RingBuffer, RingReader
+from jaxserve.errors import UserError
+from jaxserve.logs import setup_logging
+from jaxserve.messages import (
+    WorkerFailed,
+    WorkerOutput,
+    WorkerReady,
+    WorkerStart,
+    decode_scheduler_output,
+    decode_worker_start,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """Joins a worker to its rings."""
+
+    def __init__(self, start: WorkerStart):
+        self._start = start
+        plan_ring, result_ring = RingBuffer(start.plan_ring), RingBuffer(start.result_ring)
+        for fd in [*plan_ring.fds(), *result_ring.fds()]:
+            os.set_inheritable(fd, False)
+        # No death descriptors: when the engine core is gone, so is this process.
+        self._plans: RingReader = plan_ring.reader(start.rank)
+        self._results = result_ring.writer()
+        self._results_lock = threading.Lock()
+        self._num_executed: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Loads the worker, then runs plans for ever. Any failure ends the process."""
+        try:
+            worker: Worker = load_class(self._start.worker_class)(decode_config(self._start.config))
+            config = worker.load()
+            threading.Thread(
+                target=self._run_output_loop, args=(worker,), name="output", daemon=True
+            ).start()
+            self._send(WorkerReady(config=encode_config(config)))
+            self._run_plan_loop(worker)
+        except BaseException as error:
+            self._fail(error)
+
+    def _run_plan_loop(self, worker: Worker) -> None:
+        while True:
+            plan = decode_scheduler_output(self._plans.read())
+            worker.execute(plan)
+            self._num_executed.put(None)
+
+    def _run_output_loop(self, worker: Worker) -> None:
+        try:
+            while True:
+                self._num_executed.get()
+                output = worker.collect()
+                if self._start.rank == 0:
+                    self._send(output)
+        except BaseException as error:
+            self._fail(error)
+
+    def _send(self, message: WorkerOutput) -> None:
+        with self._results_lock:
+            self._results.write(encode(message))
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, UserError):
+            self._send(WorkerFailed(reason=error.problem, fix=error.fix))
+        else:
+            logger.error("the worker failed", exc_info=error)
+            self._send(WorkerFailed(reason=describe_error(error)))
+        # The other thread may be deep in device code; there is nothing to wait for.
+        os._exit(1)
+
+
+def main() -> None:
+    start_message, life_fd = processes.become_child()
+    start = decode_worker_start(start_message)
+    processes.exit_with_parent(life_fd, f"worker {start.rank}")
+    setup_logging(decode_config(start.config).server.log_level, f"worker-{start.rank}")
+    WorkerProcess(start).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""The processes: who notices whose death, and that nothing and nobody is left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from jaxserve.engine.core_client import AsyncCoreClient
+from jaxserve.errors import EngineDeadError, UserError
+from jaxserve.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineOutput,
+    UtilityCall,
+    UtilityResult,
+)
+from tests.fakes import fake_config, fake_output, fake_request
+
+WAIT_S = 20.0
+# A loaded machine may take its time; what is checked is that the end comes by itself.
+ORPHAN_WAIT_S = 2.0
+SHUTDOWN_WAIT_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test: no file of ours in shared memory or the temporary directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shm_before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) == shm_before
+    assert list(tmp_path.iterdir()) == []
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_dead(*pids: int, within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline_s, f"still alive: {alive}"
+        time.sleep(0.01)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@asynccontextmanager
+async def started(worker: str = "FakeWorker", **config: object) -> AsyncIterator[AsyncCoreClient]:
+    client = AsyncCoreClient(fake_config(**config), worker_class=f"tests.fakes:{worker}")
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.shutdown()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 3 * WAIT_S))
+
+
+async def next_of[T: EngineOutput](client: AsyncCoreClient, kind: type[T]) -> T:
+    while not isinstance(message := await client.recv(), kind):
+        assert not isinstance(message, EngineDead), message
+    return message
+
+
+async def tokens_of(client: AsyncCoreClient, request_id: str, num_tokens: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        for output in (await next_of(client, EngineCoreOutputs)).outputs:
+            if output.request_id == request_id:
+                tokens += output.new_token_ids
+    return tokens
+
+
+def test_generate_abort_and_utility_calls() -> None:
+    async def test() -> None:
+        async with started("SlowWorker") as client:
+            client.send(fake_request("a", [1, 2, 3], max_tokens=5))
+            assert await tokens_of(client, "a", 5) == fake_output([1, 2, 3], 5)
+
+            client.send(fake_request("b", [4], max_tokens=3000))
+            client.send(fake_request("c", [5], max_tokens=3000))
+            await tokens_of(client, "b", 2)
+            client.send(AbortRequests(["b", "c"]))
+            # The engine is idle long before 3,000 steps of 20 ms, and says so.
+            while (await next_of(client, EngineCoreOutputs)).stats.num_running:
+                pass
+
+            client.send(UtilityCall(1, "reset_prefix_cache"))
+            assert await next_of(client, UtilityResult) == UtilityResult(1, value=True)
+
+    run(test)
+
+
+def test_receiving_may_be_cancelled() -> None:
+    async def test() -> None:
+        async with started("SlowWorker") as client:
+            client.send(fake_request("a", [1], max_tokens=10))
+            tokens: list[int] = []
+            while len(tokens) < 10:
+                try:
+                    message = await asyncio.wait_for(client.recv(), 0.003)
+                except TimeoutError:
+                    continue
+                assert isinstance(message, EngineCoreOutputs)
+                tokens += [token for output in message.outputs for token in output.new_token_ids]
+            assert tokens == fake_output([1], 10)
+
+    run(test)
+
+
+def test_shutdown_is_quick_and_complete_with_requests_running() -> None:
+    async def test() -> None:
+        async with started("SlowWorker") as client:
+            pids = [client.pid, *children_of(client.pid)]
+            assert len(pids) == 2
+            client.send(fake_request("a", [1], max_tokens=3000))
+            await tokens_of(client, "a", 2)
+            started_s = time.monotonic()
+            await client.shutdown()
+            assert time.monotonic() - started_s < SHUTDOWN_WAIT_S
+            wait_until_dead(*pids, within_s=0.0)
+            assert await client.recv() == EngineDead(reason="the engine was shut down")
+            with pytest.raises(EngineDeadError, match="the engine was shut down"):
+                client.send(AbortRequests(["a"]))
+
+    run(test)
+
+
+def test_shutdown_does_not_wait_for_a_step_that_hangs() -> None:
+    async def test() -> None:
+        async with started("HangingWorker") as client:
+            pids = [client.pid, *children_of(client.pid)]
+            client.send(fake_request("a", [1], max_tokens=10))
+            await tokens_of(client, "a", 2)
+            started_s = time.monotonic()
+            await client.shutdown()
+            assert time.monotonic() - started_s < SHUTDOWN_WAIT_S
+            wait_until_dead(*pids, within_s=ORPHAN_WAIT_S)
+
+    run(test)
+
+
+def test_starting_may_be_cancelled() -> None:
+    async def test() -> None:
+        client = AsyncCoreClient(fake_config(), worker_class="tests.fakes:StuckLoadWorker")
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0)
+        while not children_of(client.pid):
+            await asyncio.sleep(0.01)
+        pids = [client.pid, *children_of(client.pid)]
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        wait_until_dead(*pids, within_s=ORPHAN_WAIT_S)
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_killed_worker_fails_the_engine(is_busy: bool) -> None:
+    async def test() -> None:
+        async with started("SlowWorker") as client:
+            (worker_pid,) = children_of(client.pid)
+            if is_busy:
+                client.send(fake_request("a", [1], max_tokens=3000))
+                await tokens_of(client, "a", 2)
+            os.kill(worker_pid, signal.SIGKILL)
+            while not isinstance(message := await client.recv(), EngineDead):
+                pass
+            assert message.reason == "worker 0 was killed by signal 9 (SIGKILL)"
+            assert await client.recv() == message
+            while client.exit_code is None:
+                await asyncio.sleep(0.01)
+            assert client.exit_code == 1
+
+    run(test)
+
+
+def test_a_killed_engine_core_is_noticed_and_leaves_no_worker() -> None:
+    async def test() -> None:
+        async with started() as client:
+            (worker_pid,) = children_of(client.pid)
+            receiving = asyncio.create_task(next_of(client, EngineDead))
+            await asyncio.sleep(0.1)
+            os.kill(client.pid, signal.SIGKILL)
+            wait_until_dead(worker_pid, within_s=ORPHAN_WAIT_S)
+            message = await asyncio.wait_for(receiving, WAIT_S)
+            assert message.reason == "engine core was killed by signal 9 (SIGKILL)"
+
+    run(test)
+
+
+@pytest.mark.parametrize("worker", ["FakeWorker", "StuckLoadWorker"])
+def test_an_idle_engine_costs_nothing_and_ends_with_its_client(worker: str) -> None:
+    client = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.client_process", f"tests.fakes:{worker}"],
+        stdout=subprocess.PIPE,
+    )
+    with client:
+        assert client.stdout is not None
+        core_pid = int(client.stdout.readline())
+        deadline_s = time.monotonic() + WAIT_S
+        while not (workers := children_of(core_pid)):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        pids = [client.pid, core_pid, *workers]
+        if worker == "FakeWorker":
+            before = [cpu_s(pid) for pid in pids]
+            time.sleep(2.5)
+            used = [cpu_s(pid) - before_s for pid, before_s in zip(pids, before, strict=True)]
+            assert max(used) < 0.025, used
+        client.kill()
+        wait_until_dead(*pids[1:], within_s=ORPHAN_WAIT_S)
+
+
+def test_what_the_operator_did_wrong_reaches_the_client() -> None:
+    async def test() -> None:
+        client = AsyncCoreClient(fake_config(), worker_class="tests.fakes:UnservableWorker")
+        with pytest.raises(UserError) as error:
+            await client.start()
+        assert error.value.problem == "--num-kv-blocks 512 does not fit."
+        assert error.value.fix == "Use --num-kv-blocks 100."
+        assert client.exit_code == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        ("BrokenLoadWorker", "worker 0 failed: RuntimeError: no such device"),
+        ("NoSuchWorker", "worker 0 failed: AttributeError: .*NoSuchWorker"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(worker: str, reason: str) -> None:
+    async def test() -> None:
+        with pytest.raises(EngineDeadError, match=reason):
+            async with started(worker):
+                pass
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        ("BrokenExecuteWorker", "worker 0 failed: RuntimeError: out of device memory"),
+        (
+            "CompilingWorker",
+            "1 compilations after warm-up, refused by --forbid-compile; step 2: a:1",
+        ),
+    ],
+)
+def test_a_failure_while_serving_is_the_last_message(worker: str, reason: str) -> None:
+    async def test() -> None:
+        async with started(worker, forbid_compile=True) as client:
+            client.send(fake_request("a", [1], max_tokens=10))
+            while not isinstance(message := await client.recv(), EngineDead):
+                pass
+            assert message == EngineDead(reason=reason)
+
+    run(test)
+
+
+def test_a_request_that_breaks_the_engine_core_is_reported() -> None:
+    """It never should: the input processor refuses such requests."""
+
+    async def test() -> None:
+        async with started() as client:
+            client.send(fake_request("a", []))
+            while not isinstance(message := await client.recv(), EngineDead):
+                pass
+            assert message.reason.startswith("engine core failed: AssertionError")
+
+    run(test)

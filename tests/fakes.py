@@ -1,0 +1,204 @@
+"""Stand-ins that tests share: a worker without a model, and a config that needs nothing derived."""
+
+import queue
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+
+from jaxserve.config import EngineConfig, ModelInfo, replace
+from jaxserve.errors import UserError
+from jaxserve.messages import (
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+)
+
+FAKE_VOCAB_SIZE = 1000
+
+
+def fake_config(**flat: object) -> EngineConfig:
+    """A resolved config of a small engine; `flat` changes fields by name, as `replace` does."""
+    info = ModelInfo(
+        path="fake",
+        format="gguf",
+        architecture="fake",
+        num_layers=1,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=FAKE_VOCAB_SIZE,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+    fields: dict[str, object] = {
+        "model": "fake",
+        "served_model_name": "fake",
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "info": info,
+        "block_size": 16,
+        "num_kv_blocks": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "attention": "reference",
+        "compilation_cache_dir": "none",
+        "step_timeout_s": 30.0,
+    }
+    return replace(EngineConfig(), **(fields | flat))
+
+
+def fake_request(
+    request_id: str, prompt: list[int], *, max_tokens: int = 4, client_idx: int = 0
+) -> EngineCoreRequest:
+    """A request as an API server would send it."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        arrival_time_s=0.0,
+        client_idx=client_idx,
+    )
+
+
+def fake_next_token(token_ids: list[int]) -> int:
+    """What the fake model samples after these tokens: depends on every one of them."""
+    return zlib.crc32(repr(token_ids).encode()) % FAKE_VOCAB_SIZE
+
+
+def fake_output(prompt: list[int], max_tokens: int) -> list[int]:
+    """What the fake model generates for a prompt."""
+    token_ids = list(prompt)
+    for _ in range(max_tokens):
+        token_ids.append(fake_next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class _Row:
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+
+
+class FakeWorker:
+    """Keeps the state that a worker keeps, from the deltas alone, and checks every delta.
+
+    Its model is `fake_next_token`, so a lost, doubled or misplaced token changes all that follow.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.rows: dict[int, _Row] = {}
+        self.num_steps = 0
+        self._results: queue.SimpleQueue[ModelRunnerOutput] = queue.SimpleQueue()
+
+    def load(self) -> EngineConfig:
+        return self.config
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        self._results.put(ModelRunnerOutput(plan.step_id, self._run(plan)))
+        self.num_steps += 1
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._results.get()
+
+    def _run(self, plan: SchedulerOutput) -> list[int]:
+        for row in plan.released_rows:
+            del self.rows[row]
+        for admitted in plan.admitted:
+            assert admitted.row not in self.rows, (admitted.row, plan)
+            self.rows[admitted.row] = _Row(
+                list(admitted.token_ids), admitted.num_computed_tokens, list(admitted.block_ids)
+            )
+        new_blocks = iter(plan.new_blocks)
+        for row, block_id in zip(new_blocks, new_blocks, strict=True):
+            self.rows[row].block_ids.append(block_id)
+        counts = iter(plan.num_tokens)
+        num_tokens = dict.fromkeys(self.rows, 1) | dict(zip(counts, counts, strict=True))
+        assert num_tokens.keys() == self.rows.keys(), (self.rows.keys(), plan)
+        sampled = [self._run_row(row, num_tokens[row]) for row in sorted(self.rows)]
+        return [token_id for token_id in sampled if token_id is not None]
+
+    def _run_row(self, row_idx: int, num_tokens: int) -> int | None:
+        row = self.rows[row_idx]
+        row.num_computed_tokens += num_tokens
+        num_slots = len(row.block_ids) * self.config.cache.block_size
+        assert row.num_computed_tokens <= min(len(row.token_ids), num_slots), (row_idx, row)
+        if not num_tokens or row.num_computed_tokens < len(row.token_ids):
+            return None
+        row.token_ids.append(fake_next_token(row.token_ids))
+        return row.token_ids[-1]
+
+
+class SlowWorker(FakeWorker):
+    """A step takes 20 ms."""
+
+    def collect(self) -> ModelRunnerOutput:
+        result = super().collect()
+        time.sleep(0.02)
+        return result
+
+
+class UnservableWorker(FakeWorker):
+    """Cannot do what the operator asked for."""
+
+    def load(self) -> EngineConfig:
+        raise UserError("--num-kv-blocks 512 does not fit.", fix="Use --num-kv-blocks 100.")
+
+
+class BrokenLoadWorker(FakeWorker):
+    """Fails while it loads."""
+
+    def load(self) -> EngineConfig:
+        raise RuntimeError("no such device")
+
+
+class StuckLoadWorker(FakeWorker):
+    """Never becomes ready."""
+
+    def load(self) -> EngineConfig:
+        threading.Event().wait()
+        raise AssertionError
+
+
+class BrokenExecuteWorker(FakeWorker):
+    """Fails as it starts its third step."""
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        if self.num_steps == 2:
+            raise RuntimeError("out of device memory")
+        super().execute(plan)
+
+
+class BrokenCollectWorker(FakeWorker):
+    """Fails as it reads its third step back."""
+
+    def collect(self) -> ModelRunnerOutput:
+        result = super().collect()
+        if result.step_id == 2:
+            raise RuntimeError("device reset")
+        return result
+
+
+class HangingWorker(FakeWorker):
+    """The third step never ends."""
+
+    def collect(self) -> ModelRunnerOutput:
+        result = super().collect()
+        if result.step_id == 2:
+            threading.Event().wait()
+        return result
+
+
+class CompilingWorker(FakeWorker):
+    """Compiles something in its third step."""
+
+    def collect(self) -> ModelRunnerOutput:
+        result = super().collect()
+        num_compiles = int(result.step_id >= 2)
+        return ModelRunnerOutput(result.step_id, result.sampled_token_ids, num_compiles)
