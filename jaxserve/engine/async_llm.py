@@ -1,0 +1,241 @@
+"""The API server's handle on the engine: submits, streams outputs, aborts, notices death."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+from jaxserve.engine.input_processor import SequenceRequest
+from jaxserve.engine.output_processor import OutputProcessor, RequestOutput
+from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineInput,
+    EngineOutput,
+    UtilityCall,
+    UtilityResult,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class CoreClient(Protocol):
+    """What AsyncLLM needs of an engine core that is ready."""
+
+    def send(self, message: EngineInput) -> None:
+        """Sends a message; never blocks.
+
+        Raises:
+          EngineDeadError: the engine core is gone.
+        """
+        ...
+
+    async def recv(self) -> EngineOutput:
+        """The next message; EngineDead when the engine core is gone, in whatever way."""
+        ...
+
+
+class AsyncLLM:
+    """Admits sequences to one engine core and routes its outputs. Lives on one event loop."""
+
+    def __init__(self, client: CoreClient, output_processor: OutputProcessor):
+        self._client = client
+        self._output_processor = output_processor
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._closed_by: Exception | None = None
+        self._died = asyncio.Event()
+        self._receiver: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to receive; the engine core must be ready."""
+        self._receiver = asyncio.create_task(self._receive(), name="engine outputs")
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine is dead, if it is."""
+        return self._closed_by if isinstance(self._closed_by, EngineDeadError) else None
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Blocks until the engine is dead; returns the root cause."""
+        await self._died.wait()
+        assert self.dead_error is not None
+        return self.dead_error
+
+    def generate(self, sequences: Sequence[SequenceRequest]) -> "RequestStream":
+        """Starts generating the choices of one request.
+
+        The stream must be used as a context manager: leaving it, for whatever reason, aborts
+        what still runs.
+
+        Raises:
+          EngineDeadError: the engine is dead.
+          RequestError: the server is shutting down.
+        """
+        if self._closed_by is not None:
+            raise self._closed_by
+        stream = RequestStream(self, sequences)
+        for sequence in sequences:
+            self._output_processor.add(sequence, stream)
+            self._client.send(sequence.core)
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends sequences nobody waits for; those that have ended already are ignored."""
+        running = self._output_processor.discard(request_ids, time.time())
+        if running and self._closed_by is None:
+            with contextlib.suppress(EngineDeadError):  # then nothing runs any more
+                self._client.send(AbortRequests(running))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache between two steps; False when blocks are in use."""
+        return bool(await self._call("reset_prefix_cache"))
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        if self._closed_by is not None:
+            raise self._closed_by
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._client.send(UtilityCall(call_id, method, list(args)))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    def close(self, error: Exception | None = None) -> None:
+        """Fails everything that runs and whatever comes with `error`; by default, a 503 that
+        says that the server is shutting down. The engine core itself is the caller's to end."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self._fail(error or RequestError("The server is shutting down.", status=503))
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(await self._client.recv())
+        except EngineDeadError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("cannot process the engine's output")
+            self._fail(EngineDeadError(f"the API server failed: {error!r}"))
+
+    def _handle(self, message: EngineOutput) -> None:
+        match message:
+            case EngineCoreOutputs():
+                to_abort = self._output_processor.process(message)
+                if to_abort:
+                    self._client.send(AbortRequests(to_abort))
+            case UtilityResult():
+                future = self._calls.get(message.call_id)
+                if future is None or future.done():
+                    return
+                if message.error is None:
+                    future.set_result(message.value)
+                else:
+                    future.set_exception(RuntimeError(message.error))
+            case EngineDead():
+                raise EngineDeadError(message.reason)
+
+    def _fail(self, error: Exception) -> None:
+        if self._closed_by is not None:
+            return
+        self._closed_by = error
+        self._output_processor.fail_all(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        if isinstance(error, EngineDeadError):
+            self._died.set()
+
+
+class RequestStream:
+    """The outputs of one request's choices: an asynchronous iterator of RequestOutput.
+
+    Each output is a choice's gain since the one before; what piles up while nobody reads is
+    merged, so a slow reader gets fewer, longer outputs and the same text. Ends when every choice
+    has ended; raises EngineDeadError or RequestError when they are failed from outside.
+    """
+
+    def __init__(self, llm: AsyncLLM, sequences: Sequence[SequenceRequest]):
+        self._llm = llm
+        self._request_ids = [sequence.core.request_id for sequence in sequences]
+        self._num_open = len(sequences)
+        self._ready: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+        self._is_cancelled = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._ready and not await self._wait():
+            raise StopAsyncIteration
+        return self._ready.pop(next(iter(self._ready)))
+
+    async def take(self) -> list[RequestOutput]:
+        """All that is ready, at most one output a choice; waits for at least one. Empty at the
+        end."""
+        if not self._ready and not await self._wait():
+            return []
+        outputs = list(self._ready.values())
+        self._ready.clear()
+        return outputs
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it ended by `cancel` with choices unfinished."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """Aborts what still runs; the iterator ends."""
+        if self._num_open:
+            self._num_open = 0
+            self._is_cancelled = True
+            self._llm.abort(self._request_ids)
+        self._wake()
+
+    def put(self, output: RequestOutput) -> None:
+        """Called by the output processor."""
+        earlier = self._ready.get(output.index)
+        if earlier is None:
+            self._ready[output.index] = output
+        else:
+            earlier.merge(output)
+        if output.finish_reason is not None:
+            self._num_open -= 1
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Called by the output processor."""
+        self._error = error
+        self._wake()
+
+    async def _wait(self) -> bool:
+        """Until there is an output (True) or there will be none (False)."""
+        while not self._ready:
+            if self._num_open <= 0:
+                return False
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return True
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

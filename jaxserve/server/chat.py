@@ -1,0 +1,83 @@
+"""POST /v1/chat/completions."""
+
+import time
+
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.engine.output_processor import RequestOutput
+from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
+from jaxserve.server.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ResponseMessage,
+    Usage,
+    decode_chat_request,
+)
+from jaxserve.server.responses import StreamEncoder, read_body
+
+
+class ChatCompletions:
+    """The route's handler."""
+
+    def __init__(self, context: ServerContext):
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = self._context
+        arrival_time_s = time.time()
+        body = await read_body(scope, receive, context.config.server.max_body_bytes)
+        request = decode_chat_request(body)
+        check_model(context, request)
+        params = request.sampling_params()
+        prompt_token_ids = await context.renderer.chat(request)
+        await respond(
+            context,
+            request,
+            params,
+            [(prompt_token_ids, "messages")],
+            ChatFormat(),
+            receive,
+            send,
+            arrival_time_s=arrival_time_s,
+            default_max_tokens=None,
+        )
+
+
+class ChatFormat:
+    """Writes chat.completion and chat.completion.chunk objects."""
+
+    id_prefix = "chatcmpl"
+
+    def whole(
+        self, head: ResponseHead, outputs: list[RequestOutput], usage: Usage
+    ) -> ChatCompletion:
+        """All choices at once."""
+        choices = [
+            ChatChoice(
+                index=output.index,
+                message=ResponseMessage(output.text),
+                finish_reason=str(output.finish_reason),
+                stop_reason=output.stop_reason,
+            )
+            for output in outputs
+        ]
+        return ChatCompletion(
+            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        )
+
+    def stream_encoder(self, head: ResponseHead, *, n: int, include_usage: bool) -> StreamEncoder:
+        """Chunks of one request."""
+        return StreamEncoder(
+            {
+                "id": head.id,
+                "object": "chat.completion.chunk",
+                "created": head.created,
+                "model": head.model,
+            },
+            before_text=b'"delta":{"content":',
+            after_text=b"}",
+            no_text=b'"delta":{',
+            first=b'"delta":{"role":"assistant","content":""}',
+            include_usage=include_usage,
+            n=n,
+        )

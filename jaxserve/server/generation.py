@@ -1,0 +1,161 @@
+"""What chats and completions share: from token ids to a whole or streamed response."""
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.output_processor import RequestOutput
+from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.metrics import ServerMetrics
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.protocol import GenerationRequest, Usage
+from jaxserve.server.renderer import Renderer
+from jaxserve.server.responses import (
+    ClientDisconnected,
+    StreamEncoder,
+    cancelled_on_disconnect,
+    collect,
+    error_of,
+    send_events,
+    send_json,
+    usage_of,
+)
+
+MAX_CHOICES = 2048
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What every route works with."""
+
+    config: EngineConfig
+    llm: AsyncLLM
+    input_processor: InputProcessor
+    renderer: Renderer
+    metrics: ServerMetrics
+    created_s: int
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """What names one response."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Format(Protocol):
+    """How one route writes its responses."""
+
+    id_prefix: str
+
+    def whole(
+        self, head: ResponseHead, outputs: list[RequestOutput], usage: Usage
+    ) -> msgspec.Struct: ...
+
+    def stream_encoder(
+        self, head: ResponseHead, *, n: int, include_usage: bool
+    ) -> StreamEncoder: ...
+
+
+class Endpoint:
+    """An ASGI app that answers the errors of a handler that has not begun its response."""
+
+    def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]):
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._handler(scope, receive, send)
+        except (RequestError, EngineDeadError) as error:
+            status, body = error_of(error)
+            await send_json(send, body, status=status)
+        except ClientDisconnected:
+            pass  # nobody to answer
+
+
+def check_model(context: ServerContext, request: GenerationRequest) -> None:
+    """Raises RequestError 404 when the request is for another model."""
+    served = context.config.model.served_model_name
+    if request.model != served:
+        raise RequestError(
+            f"The model {request.model[:200]!r} does not exist; this server has {served!r}.",
+            param="model",
+            status=404,
+        )
+
+
+async def respond(
+    context: ServerContext,
+    request: GenerationRequest,
+    params: SamplingParams,
+    prompts: list[tuple[list[int], str]],
+    response_format: Format,
+    receive: Receive,
+    send: Send,
+    *,
+    arrival_time_s: float,
+    default_max_tokens: int | None,
+) -> None:
+    """Generates `params.n` choices of each prompt and sends the response.
+
+    Args:
+      prompts: token ids, and the prompt's path in the body.
+
+    Raises:
+      RequestError, EngineDeadError, ClientDisconnected: before the response has begun.
+    """
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with n = {params.n} are more than {MAX_CHOICES} choices.",
+            param="n",
+        )
+    is_stream = bool(request.stream)
+    sequences = []
+    for prompt_token_ids, path in prompts:
+        sequences += context.input_processor.process(
+            prompt_token_ids,
+            params,
+            arrival_time_s=arrival_time_s,
+            default_max_tokens=default_max_tokens,
+            first_index=len(sequences),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            final_only=not is_stream,
+            prompt_param=path,
+        )
+    num_prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+    head = ResponseHead(
+        id=f"{response_format.id_prefix}-{request.request_id or uuid.uuid4().hex}",
+        created=int(arrival_time_s),
+        model=request.model,
+    )
+    headers = [(b"x-request-id", head.id.encode())]
+    async with cancelled_on_disconnect(context.llm.generate(sequences), receive) as stream:
+        if is_stream:
+            encoder = response_format.stream_encoder(
+                head, n=params.n, include_usage=request.include_usage
+            )
+            await send_events(
+                send,
+                stream,
+                encoder.encode,
+                lambda: encoder.encode_end(num_prompt_tokens),
+                headers,
+            )
+            return
+        outputs = await collect(stream)
+    usage = usage_of(
+        num_prompt_tokens,
+        sum(len(output.token_ids) for output in outputs),
+        sum(output.num_cached_tokens for output in outputs if output.index % params.n == 0),
+    )
+    await send_json(send, response_format.whole(head, outputs, usage), headers=headers)
