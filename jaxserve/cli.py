@@ -11,8 +11,6 @@ from jaxserve.cli_flags import Flag, all_flags, closest, config_from_flags
 from jaxserve.config import SECTIONS
 from jaxserve.errors import UserError
 from jaxserve.logs import print_user_error
-from jaxserve.errors import UserError
-from jaxserve.logs import print_user_error
 
 _HINTS = {"--model": "Give the model without a flag: jaxserve serve MODEL."}
 
@@ -203,7 +201,9 @@ def _run(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 2, and two lines on stderr, for a UserError."""
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except UserError as e:
         print_user_error(e)
         return 2

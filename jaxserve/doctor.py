@@ -12,7 +12,7 @@ from jaxserve import __version__
 
 # An accelerator's device file, and the extra whose packages let JAX use it.
 _ACCELERATORS = {"/dev/nvidiactl": "cuda12", "/dev/accel0": "tpu"}
-_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "numpy", "transformers", "msgspec")
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "numpy", "tokenizers", "msgspec")
 
 
 def doctor(*, as_json: bool) -> int:
