@@ -307,7 +307,10 @@ def make_tiny() -> None:
     assert len(list(directory.glob("*.safetensors"))) == 2, list(directory.iterdir())
     tiny_tokenizer(directory, config.vocab_size)
 
-    model = model.to(torch.float32).eval()
+    # Read back, not converted: to(bfloat16) above has rounded the rotary frequencies as well.
+    model = LlamaForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     plain = LlamaConfig(
         **(config.to_dict() | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
     )
