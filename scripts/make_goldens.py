@@ -14,7 +14,6 @@ import io
 import json
 import random
 import sys
-import unicodedata
 from pathlib import Path
 
 import gguf
@@ -213,8 +212,8 @@ def make_spm() -> None:
         return 6 if spm.is_byte(i) else 1
 
     size = spm.get_piece_size()
-    strings = [s for s in TOKENIZER_STRINGS if "<|" not in s and "\0" not in s and "▁" not in s]
-    strings = [s for s in strings if s and unicodedata.normalize("NFC", s)]
+    # Without those in which special tokens or the space symbol stand for themselves.
+    strings = [s for s in TOKENIZER_STRINGS if not any(t in s for t in ("<|", "<s>", "\0", "▁"))]
     write_json(
         "tiny_spm.json",
         {

@@ -98,6 +98,8 @@ def _byte_level(
         raise _refuse(source, "byte-level BPE with add_space_prefix is not supported")
     pre = _PRES[name]
     merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges", source)]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise _refuse(source, f"{wrong[0]!r} is no merge of two tokens")
     backend = _bpe(source, vocab, merges, ignore_merges=pre.ignore_merges)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
