@@ -146,13 +146,12 @@ def _refusal(response: http.client.HTTPResponse) -> str:
 
 
 def _print_answer(client: ChatClient, question: str, out: TextIO) -> None:
-    answer = client.ask(question)
     try:
-        for piece in answer:
-            out.write(piece.replace("\x1b", "\u241b"))  # no escape sequences for the terminal
-            out.flush()
+        with contextlib.closing(client.ask(question)) as answer:
+            for piece in answer:
+                out.write(piece.replace("\x1b", "\u241b"))  # no escape sequences for the terminal
+                out.flush()
     finally:
-        answer.close()
         out.write("\n")
         out.flush()
 

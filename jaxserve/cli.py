@@ -54,7 +54,6 @@ class _Parser(argparse.ArgumentParser):
 def _add_config_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
     default = str(flag.default).lower() if flag.type is bool else flag.default
     text = flag.description + (f" (default: {default})" if default not in ("", 0) else "")
-    text = text.replace("%", "%%")
     if flag.type is bool:
         group.add_argument(
             flag.option,

@@ -1,7 +1,6 @@
 """The flags of `jaxserve serve`: one a config field, and how their values become a config."""
 
 import difflib
-import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ class Flag:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return True
         return (
-            (math.isfinite(value) and abs(value) <= _MAX_INT)
+            abs(value) <= _MAX_INT  # false for nan too
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)

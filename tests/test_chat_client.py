@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxserve import cli
+from jaxserve.chat_client import ChatClient
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,6 +139,22 @@ def test_bytes_that_are_no_text_and_escape_sequences(server, monkeypatch, capsys
     assert piped(monkeypatch, b"\xff\x1b[31m", "--url", server.url) == 0
     assert server.bodies[0]["messages"][0]["content"] == "\ufffd\x1b[31m"
     assert capsys.readouterr().out == "echo: \ufffd\u241b[31m\n"
+
+
+def test_a_terminal_that_is_not_utf8(server):
+    client = ChatClient(server.url)
+    client.connect()
+    assert "".join(client.ask("a\udcff")) == "echo: a?"
+
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", "chat", "--url", server.url],
+        cwd=ROOT,
+        input="é".encode(),
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"echo: ?\n", b"")
 
 
 @pytest.mark.parametrize(

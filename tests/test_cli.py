@@ -172,6 +172,13 @@ def test_flags_win_over_the_file(served, tmp_path):
     ]
 
 
+def test_a_whole_number_is_a_number(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("step-timeout-s: 5\n")
+    timeout_s = config_from_flags({}, str(file)).worker.step_timeout_s
+    assert timeout_s == 5.0 and type(timeout_s) is float
+
+
 def test_empty_file_is_the_default(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("# nothing\n")
@@ -288,13 +295,15 @@ def test_doctor_notices_an_unused_accelerator(tmp_path, monkeypatch):
     assert doctor.make_report()["hint"] is None
 
 
-def test_a_closed_pipe_is_no_traceback():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_traceback(unbuffered):
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     with os.fdopen(write_fd) as closed:
         done = subprocess.run(
             [sys.executable, "-m", "jaxserve", "--help"],
             cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
             stdout=closed,
             stderr=subprocess.PIPE,
             check=False,
