@@ -18,8 +18,12 @@ RUNTIME = ROOT / "requirements" / "runtime.txt"
 DEV = ROOT / "requirements" / "dev.txt"
 
 
-def check_all(check, sources: list[Source]) -> list[str]:
-    return [finding for source in sources for finding in check(source)]
+def assert_none(findings: list[str]) -> None:
+    assert not findings, "\n".join(["", *findings])
+
+
+def check_all(check, sources: list[Source]) -> None:
+    assert_none([finding for source in sources for finding in check(source)])
 
 
 # --- the tree ------------------------------------------------------------------------------------
@@ -32,7 +36,7 @@ def test_the_tree_is_read():
 
 
 def test_sizes():
-    assert check_all(structure.too_long, SOURCES) == []
+    check_all(structure.too_long, SOURCES)
 
 
 def test_environment_variables():
@@ -42,26 +46,26 @@ def test_environment_variables():
 
 
 def test_inheritance():
-    assert structure.deep_inheritance(SHIPPED) == []
+    assert_none(structure.deep_inheritance(SHIPPED))
 
 
 def test_dependencies_point_one_way():
-    assert check_all(structure.wrong_imports, SHIPPED) == []
+    check_all(structure.wrong_imports, SHIPPED)
 
 
 def test_no_hidden_errors_no_pickle_no_future():
-    assert check_all(structure.banned, SOURCES) == []
+    check_all(structure.banned, SOURCES)
 
 
 def test_arrays_have_shapes():
-    assert check_all(structure.untyped_arrays, SHIPPED) == []
+    check_all(structure.untyped_arrays, SHIPPED)
 
 
 def test_no_machine_and_no_registry_is_named():
     found = [
         f for path, text in structure.text_files(ROOT) for f in structure.machine_names(path, text)
     ]
-    assert found == []
+    assert_none(found)
 
 
 def test_imports_are_the_declared_dependencies():
