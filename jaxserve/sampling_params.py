@@ -88,11 +88,12 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 
 def _range_text(name: str, value: object, low: float, high: float) -> str:
     if high == _INT32_MAX:
-        return f"{name} must be at least {low}, got {_shorten(value)}."
-    return f"{name} must be between {low} and {high}, got {_shorten(value)}."
+        return f"{name} must be at least {low}, got {shorten(value)}."
+    return f"{name} must be between {low} and {high}, got {shorten(value)}."
 
 
-def _shorten(value: object) -> str:
+def shorten(value: object) -> str:
+    """`value` for an error message; a client's integer may have thousands of digits."""
     if isinstance(value, int) and abs(value) > 10**18:
         return "a number too large" if value > 0 else "a number too small"
     return repr(value)

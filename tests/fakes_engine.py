@@ -41,8 +41,8 @@ from jaxserve.server.renderer import Renderer
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
-    "<|im_start|>{{ m.role }}{% if m.name %} ({{ m.name }}){% endif %}\n"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>{{ m.role }}{% if m.name %} ({{ m.name }}){% endif %}"
+    "{{ '\\n' + m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     "{% if shout %}!{% endif %}"
 )

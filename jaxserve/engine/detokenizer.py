@@ -1,6 +1,7 @@
 """Token ids to text, a few tokens at a time, and the search for stop strings in that text."""
 
 import codecs
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -155,14 +156,20 @@ class _WindowDetokenizer:
 
 
 class StopChecker:
-    """Looks for stop strings in text that comes in pieces, and holds back what may begin one."""
+    """Looks for stop strings in text that comes in pieces, and holds back what may begin one.
 
-    __slots__ = ("_firsts", "_held", "_include", "_max_len", "_stops", "matched")
+    Knuth, Morris and Pratt's search: time is linear in the text, whatever the strings.
+    """
+
+    __slots__ = ("_firsts", "_held", "_include", "_patterns", "_states", "matched")
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool):
-        self._stops = tuple(stops)
-        self._include = include_in_output
+        self._patterns = [(stop, _borders(stop)) for stop in stops]
+        self._firsts = frozenset(stop[0] for stop in stops)
+        # How much of each stop string the text so far ends with.
+        self._states = [0] * len(stops)
         self._held = ""
+        self._include = include_in_output
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
@@ -172,20 +179,31 @@ class StopChecker:
         Of several matches the one that ends first counts (of those, the longest), so that the
         result does not depend on how the text is cut into pieces.
         """
+        if not self._held and self._firsts.isdisjoint(text):
+            return text
+        for end, char in enumerate(text, 1):
+            if self._advance(char):
+                text = self._held + text[:end]
+                self._held = ""
+                matched = self.matched or ""
+                return text if self._include else text[: len(text) - len(matched)]
         text = self._held + text
-        best_end, best_start = len(text) + 1, 0
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0:
-                best_end, best_start = min((best_end, best_start), (start + len(stop), start))
-        if best_end <= len(text):
-            self._held = ""
-            self.matched = text[best_start:best_end]
-            return text[: best_end if self._include else best_start]
-        num_held = max(_overlap(text, stop) for stop in self._stops)
-        cut = len(text) - num_held
+        cut = len(text) - max(self._states)
         self._held = text[cut:]
         return text[:cut]
+
+    def _advance(self, char: str) -> bool:
+        """Takes one character; whether it completes a stop string."""
+        for i, (stop, borders) in enumerate(self._patterns):
+            state = self._states[i]
+            while state and stop[state] != char:
+                state = borders[state]
+            if stop[state] == char:
+                state += 1
+                if state == len(stop) and len(stop) > len(self.matched or ""):
+                    self.matched = stop
+            self._states[i] = state
+        return self.matched is not None
 
     def flush(self) -> str:
         """What was held back, when the text ends without a stop string."""
@@ -193,11 +211,13 @@ class StopChecker:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without being all of it."""
-    start = max(0, len(text) - len(stop) + 1)
-    while (start := text.find(stop[0], start)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
+@functools.lru_cache(maxsize=128)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each length, the longest proper end of that much of `stop` that also begins it."""
+    borders = [0, 0]
+    for char in stop[1:]:
+        border = borders[-1]
+        while border and stop[border] != char:
+            border = borders[border]
+        borders.append(border + 1 if stop[border] == char else 0)
+    return tuple(borders)

@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import RequestError
 from jaxserve.messages import MAX_STOP_TOKEN_IDS, EngineCoreRequest
 from jaxserve.messages import SamplingParams as CoreSamplingParams
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, shorten
 
 COMPLETION_MAX_TOKENS = 16
 _SEED_MASK = 2**64 - 1
@@ -105,7 +105,7 @@ class InputProcessor:
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
             raise RequestError(
-                f"Token id {token_ids[position]} is not in the vocabulary of "
+                f"Token id {shorten(token_ids[position])} is not in the vocabulary of "
                 f"{self._vocab_size} tokens.",
                 param=f"{param}[{position}]",
             )

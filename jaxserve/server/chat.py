@@ -5,10 +5,12 @@ import time
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.output_processor import RequestOutput
+from jaxserve.errors import RequestError
 from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
 from jaxserve.server.protocol import (
     ChatChoice,
     ChatCompletion,
+    ChatCompletionRequest,
     ResponseMessage,
     Usage,
     decode_chat_request,
@@ -28,19 +30,31 @@ class ChatCompletions:
         body = await read_body(scope, receive, context.config.server.max_body_bytes)
         request = decode_chat_request(body)
         check_model(context, request)
-        params = request.sampling_params()
-        prompt_token_ids = await context.renderer.chat(request)
-        await respond(
-            context,
-            request,
-            params,
-            [(prompt_token_ids, "messages")],
-            ChatFormat(),
-            receive,
-            send,
-            arrival_time_s=arrival_time_s,
-            default_max_tokens=None,
-        )
+        try:
+            params = request.sampling_params()
+            prompt_token_ids = await context.renderer.chat(request)
+            await respond(
+                context,
+                request,
+                params,
+                [(prompt_token_ids, "messages")],
+                ChatFormat(),
+                receive,
+                send,
+                arrival_time_s=arrival_time_s,
+                default_max_tokens=None,
+            )
+        except RequestError as error:
+            raise _named_as_given(error, request) from error
+
+
+def _named_as_given(error: RequestError, request: ChatCompletionRequest) -> RequestError:
+    """The error, with max_tokens under the newer name if the client used that."""
+    if request.max_completion_tokens is None or error.param != "max_tokens":
+        return error
+    name = "max_completion_tokens"
+    message = error.message.replace("max_tokens", name)
+    return RequestError(message, param=name, status=error.status)
 
 
 class ChatFormat:

@@ -22,6 +22,7 @@ from jaxserve.config import EngineConfig, resolve_for_model
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.core_client import AsyncCoreClient
 from jaxserve.engine.detokenizer import DetokenizerFactory
+from jaxserve.engine.executor import WORKER_CLASS
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.errors import EngineDeadError, UserError
@@ -40,10 +41,13 @@ _KEEP_ALIVE_S = 60
 _WILDCARD_HOSTS = ("", "0.0.0.0", "::")
 
 
-def serve(config: EngineConfig) -> int:
+def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
     """Serves until SIGTERM, SIGINT or the engine's death; returns the exit code.
 
     0 after a signal; 1 when the engine died, with the root cause as the last line of the log.
+
+    Args:
+      worker_class: "module:Class" of the worker.
 
     Raises:
       UserError: the port, the model or a setting cannot be used.
@@ -53,7 +57,9 @@ def serve(config: EngineConfig) -> int:
         path = checkpoint.resolve_model(config.model.model)
         config = resolve_for_model(config, checkpoint.load_model_info(path))
         try:
-            return asyncio.run(_serve(config, path, listener), loop_factory=uvloop.new_event_loop)
+            return asyncio.run(
+                _serve(config, path, listener, worker_class), loop_factory=uvloop.new_event_loop
+            )
         except EngineDeadError as error:
             logger.error("the engine could not start: %s", error)
             return 1
@@ -134,13 +140,15 @@ class _UvicornServer(uvicorn.Server):
         self._on_listening()
 
 
-async def _serve(config: EngineConfig, path: Path, listener: socket.socket) -> int:
+async def _serve(
+    config: EngineConfig, path: Path, listener: socket.socket, worker_class: str
+) -> int:
     started_s = time.monotonic()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     logger.info("jaxserve %s starts %s", __version__, config.model.served_model_name)
-    client = AsyncCoreClient(config)
+    client = AsyncCoreClient(config, worker_class=worker_class)
     try:
         started = await _unless(stop, _start(client, path))
         if started is None:
