@@ -419,10 +419,15 @@ class Scheduler:
         assert by_id == self._requests and len(by_id) == len(running) + len(self._waiting)
         for request in self._waiting:
             assert request.row == NO_ROW and not request.block_ids, request
+            assert request.num_computed_tokens == request.decode_until == 0, request
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
         for request in running:
             assert request.status is _RUNNING, request
             assert 0 <= request.num_in_flight <= self._next_step_id - self._next_result_id, request
             assert request.num_computed_tokens < request.num_planned_tokens, request
             assert request.num_planned_tokens <= request.max_total_tokens, request
+        for request in self._requests.values():
+            is_past_first = request.num_output_tokens > 0
+            num_first = request.num_prompt_tokens + 1
+            assert request.check_len == (request.max_total_tokens if is_past_first else num_first)
         self.kv.check_invariants(running)

@@ -383,7 +383,7 @@ class Driver:
                 assert output == expected
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(loads)
 def test_random_loads(load: Load):
     Driver(load).run()

@@ -339,6 +339,32 @@ def test_a_planned_victim_gives_its_budget_and_new_block_to_others():
     assert low.num_tokens == 4
 
 
+def test_a_planned_victim_gives_its_budget_back():
+    scheduler = make_scheduler(blocks=7, block_size=2, policy="priority")
+    add(scheduler, "L", 2, 6, priority=9)
+    finish_step(scheduler, plan_step(scheduler))
+    add(scheduler, "T", 4, 5, priority=1)
+    add(scheduler, "U", 3, 5, priority=2)
+    plan = plan_step(scheduler)
+    assert repr(plan) == "step 1: L:1 T:4 U:3"
+    finish_step(scheduler, plan)
+    scheduler.max_num_batched_tokens = 2
+    assert repr(plan_step(scheduler)) == "step 2: T:1 U:1"
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    scheduler = make_scheduler(blocks=5, block_size=2, policy="priority")
+    add(scheduler, "A", 4, 4, priority=5)
+    add(scheduler, "L", 3, 3, priority=9)
+    finish_step(scheduler, plan_step(scheduler))
+    add(scheduler, "H", 1, 1, priority=0)
+    plans = []
+    for _ in range(2):
+        plans.append(plan_step(scheduler))
+        finish_step(scheduler, plans[-1])
+    assert [repr(plan) for plan in plans] == ["step 1: A:1", "step 2: A:1 H:1"]
+
+
 # --- the end of a request ---
 
 
