@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from jaxserve.errors import UserError
 _MAX_NAMED = 6
 
 
+@runtime_checkable
 class WeightReader(Protocol):
     """Weights of one checkpoint, by their Hugging Face names, read one at a time.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jax import Array
 from jaxtyping import Float, Float32, Int32
@@ -43,6 +43,7 @@ class ParamSpec:
         return self.axes[0] == "layers"
 
 
+@runtime_checkable
 class Model(Protocol):
     """What an architecture's module must hold."""
 

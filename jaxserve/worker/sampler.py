@@ -54,8 +54,10 @@ def _draw_rows(
     logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
 ) -> Int32[Array, " R"]:
     """One random token a row, by temperature, min_p, top_k and top_p, applied in that order."""
+    # Computed once, never again inside a fusion with other rounding: thresholds compare for equality.
     scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
-    scaled = scaled - scaled.max(axis=-1, keepdims=True)
+    scaled = jax.lax.optimization_barrier(scaled)
+    scaled = jax.lax.optimization_barrier(scaled - scaled.max(axis=-1, keepdims=True))
     threshold = jnp.where(rows.min_p > 0, jnp.log(rows.min_p), -jnp.inf)
 
     has_top_k = (rows.top_k > 0) & (rows.top_k < logits.shape[1])
@@ -123,7 +125,7 @@ def _largest_threshold(
         return -jax.lax.bitcast_convert_type(bits, jnp.float32)  # bits rise as the value falls
 
     def halve(
-        _: int, bounds: tuple[Int32[Array, " R"], Int32[Array, " R"]]
+        _: Int32[Array, ""], bounds: tuple[Int32[Array, " R"], Int32[Array, " R"]]
     ) -> tuple[Int32[Array, " R"], Int32[Array, " R"]]:
         low, high = bounds  # high is enough
         middle = low + (high - low) // 2

@@ -1,0 +1,61 @@
+"""One float32 worker with the demo model for the whole session; engines on top of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.checkpoint import load_model_info
+from jaxserve.config import EngineConfig, replace, resolve_for_model
+from jaxserve.worker import sizing
+from jaxserve.worker.model_runner import ModelRunner
+from jaxserve.worker.worker import Worker
+from tests.e2e.engine import Engine
+
+MAX_MODEL_LEN = 2048
+
+
+@pytest.fixture(scope="session")
+def demo_config(demo_model_path: Path) -> EngineConfig:
+    """Small, in float32, nothing may compile after warm-up."""
+    config = replace(
+        EngineConfig(),
+        model="smollm2-135m",
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        block_size=16,
+        num_kv_blocks=320,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        forbid_compile=True,
+        executor="in_process",
+    )
+    return resolve_for_model(config, load_model_info(demo_model_path))
+
+
+@pytest.fixture(scope="session")
+def demo_worker(demo_config: EngineConfig) -> tuple[Worker, EngineConfig]:
+    """The loaded worker and its resolved config."""
+    worker = Worker(demo_config)
+    return worker, worker.load()
+
+
+@pytest.fixture(scope="session")
+def make_engine(demo_worker: tuple[Worker, EngineConfig]) -> Callable[..., Engine]:
+    """Makes an engine with an empty batch; keyword arguments change its (scheduler's) config."""
+    worker, config = demo_worker
+
+    def make(**changes: object) -> Engine:
+        old = worker._runner
+        assert old is not None
+        worker._runner = ModelRunner(
+            old._programs,
+            old._params,
+            old._state,
+            sizing.blocks_per_sequence(config),
+            jax.local_devices()[0],
+        )
+        return Engine(config, worker._runner, worker, **changes)
+
+    return make

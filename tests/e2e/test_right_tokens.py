@@ -1,0 +1,76 @@
+"""Greedy tokens and first logits against goldens that transformers made in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import replace
+from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
+from jaxserve.worker import sizing, warmup
+from jaxserve.worker.batch_mirror import BatchMirror
+from jaxserve.worker.buckets import Bucket
+from jaxserve.worker.model_runner import empty_state, state_shapes
+from jaxserve.worker.step import StepSpec
+from jaxserve.worker.weights import load_params
+from tests.e2e.engine import GOLDENS
+
+NUM_TOKENS = 64
+TIE = 1e-3  # two logits this close may change places between implementations
+
+
+@pytest.fixture(scope="module")
+def greedy_outputs(make_engine):
+    """All 20 prompts through the engine together."""
+    prompts = [golden["prompt_ids"] for golden in GOLDENS["prompts"]]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
+    return make_engine().generate(prompts, [sampling] * len(prompts))
+
+
+@pytest.mark.parametrize("idx", range(20), ids=[g["name"] for g in GOLDENS["prompts"]])
+def test_greedy_tokens(greedy_outputs, idx):
+    golden, output = GOLDENS["prompts"][idx], greedy_outputs[idx]
+    assert len(output) == NUM_TOKENS
+    for i, (got, wanted) in enumerate(zip(output, golden["output_ids"], strict=True)):
+        if got != wanted:
+            first, second = golden["top2_logits"][i]
+            is_tie = got in golden["top2_ids"][i] and first - second < TIE
+            assert is_tie, f"token {i}: {got} instead of {wanted}, top two {first} and {second}"
+            return  # from here on the texts may differ
+
+
+# One sigma of a logit's error, relative to the largest logit. float32: each of 60 residual additions
+# and each product of D = 576 inputs rounds at 2^-24: 2^-24 * sqrt(60) * sqrt(576) ~ 1e-5. bfloat16:
+# weight, input and residual of each of 60 blocks round at 2^-9, products accumulate in float32:
+# 2^-9 * sqrt(3 * 60) ~ 0.026. The worst of 96 logits lies within 2.5 sigma.
+@pytest.mark.parametrize(("dtype", "sigma"), [("float32", 1e-5), ("bfloat16", 0.026)])
+def test_first_logits(demo_worker, dtype, sigma):
+    _, config = demo_worker
+    config = replace(config, dtype=dtype, num_kv_blocks=64)
+    device = jax.local_devices()[0]
+    spec = StepSpec(config.info, sizing.kv_cache_layout(config, "cpu"), config.worker.attention)
+    bucket = Bucket(num_tokens=64, num_rows=2, num_writes=128)
+    max_blocks = sizing.blocks_per_sequence(config)
+    state = empty_state(state_shapes(spec, 4, max_blocks, 64), device)
+    params = load_params(config.info, jnp.dtype(dtype), device)
+    forward = warmup.compile_forward(spec, bucket, params, state)
+    checked = 0
+    for golden in GOLDENS["prompts"]:
+        prompt = golden["prompt_ids"]
+        if len(prompt) > bucket.num_tokens:
+            continue
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        admitted = AdmittedRow(1, prompt, len(prompt), 0, [1, 2, 3, 4], sampling)
+        plan = SchedulerOutput(0, admitted=[admitted], num_tokens=[1, len(prompt)])
+        buffer = np.empty(bucket.delta_len, np.int32)
+        BatchMirror(4, max_blocks).apply(plan).fill(buffer, bucket, 4)
+        logits, state = forward(params, state, jnp.asarray(buffer))
+        logits = np.asarray(logits)[0]
+        first = golden["first_logits"]
+        ids = first["top_ids"] + GOLDENS["probe_ids"]
+        wanted = np.array(first["top_values"] + first["probe_values"])
+        errors = np.abs(logits[ids] - wanted) / np.abs(wanted).max()
+        assert errors.max() < 2.5 * sigma, golden["name"]
+        assert np.sqrt(np.mean(errors**2)) < sigma, golden["name"]
+        checked += 1
+    assert checked == 19
