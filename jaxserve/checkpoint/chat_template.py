@@ -18,6 +18,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import RequestError, UserError
 
+# What a template's own text can raise: its language, its operators on the request's values.
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 
 class ChatTemplate:
     """One compiled template.
@@ -43,7 +54,7 @@ class ChatTemplate:
             raise RequestError(
                 f"The chat template does something unsafe: {e}", param="chat_template"
             ) from e
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
+        except _REFUSALS as e:
             raise RequestError(
                 f"The chat template does not accept these messages: {e}", param="messages"
             ) from e

