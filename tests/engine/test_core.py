@@ -197,6 +197,13 @@ def test_all_clients_know_the_stats_of_an_idle_engine() -> None:
     # Said once to each, not every time the engine goes to sleep.
     assert [m.stats.num_running for m in engine.messages(1)] == [0, 1, 0]
     assert [m.stats.num_running for m in engine.messages(0)] == [0, 0]
+    # A step that concerned only one client is news to the other.
+    engine.add("b", [1], max_tokens=1, client_idx=1)
+    engine.core.take_inputs()
+    engine.core.step()
+    engine.core.inputs.put(AbortRequests([]))
+    engine.core.sleep()
+    assert engine.messages(0)[-1].stats.num_steps == 2
 
 
 def test_utility_calls_run_between_steps_and_are_answered() -> None:
@@ -271,6 +278,17 @@ def test_the_loop_wakes_up_for_requests_and_sleeps_without(running: Engine) -> N
     assert running.tokens()["a2"] == fake_output([1, 2, 3], 4)
 
 
+def test_results_of_the_wrong_step_are_refused() -> None:
+    class Confused(FakeWorker):
+        def collect(self) -> ModelRunnerOutput:
+            return ModelRunnerOutput(7, super().collect().sampled_token_ids)
+
+    engine = Engine(worker=Confused)
+    engine.add("a", [1])
+    with pytest.raises(AssertionError, match="7"):
+        engine.run_until_idle()
+
+
 def test_shutdown_ends_the_loop_with_requests_running() -> None:
     engine = Engine()
     engine.add("a", [1], max_tokens=1000)
@@ -343,8 +361,9 @@ def test_in_process_client_survives_ctrl_c(
     handler = signal.getsignal(signal.SIGINT)
 
     def collect_and_interrupt(worker: FakeWorker) -> ModelRunnerOutput:
+        result = collect(worker)
         signal.raise_signal(signal.SIGINT)
-        return collect(worker)
+        return result
 
     client.add_request(fake_request("a", [1], max_tokens=10))
     client.step()

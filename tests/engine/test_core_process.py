@@ -77,7 +77,17 @@ async def started(worker: str = "FakeWorker", **config: object) -> AsyncIterator
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 3 * WAIT_S))
+    """Runs a test in an event loop whose callbacks may not fail either."""
+    problems: list[dict] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: problems.append(context)
+        )
+        await asyncio.wait_for(test(), 3 * WAIT_S)
+
+    asyncio.run(watched())
+    assert problems == []
 
 
 async def next_of[T: EngineOutput](client: AsyncCoreClient, kind: type[T]) -> T:
@@ -132,7 +142,12 @@ def test_receiving_may_be_cancelled() -> None:
     run(test)
 
 
-def test_shutdown_is_quick_and_complete_with_requests_running() -> None:
+def test_shutdown_is_quick_and_complete_with_requests_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The engine core does as it is asked; it need not be told twice.
+    monkeypatch.setattr("jaxserve.engine.core_client._ASK_TIMEOUT_S", 2 * SHUTDOWN_WAIT_S)
+
     async def test() -> None:
         async with started("SlowWorker") as client:
             pids = [client.pid, *children_of(client.pid)]

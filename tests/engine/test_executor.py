@@ -123,6 +123,15 @@ def test_a_worker_killed_while_idle_shows_on_its_fd(start: Callable[..., Executo
         executor.check()
 
 
+def test_last_words_are_heard_when_nobody_waits_for_a_step(start: Callable[..., Executor]) -> None:
+    executor = start("worker", "BrokenCollectWorker")
+    assert isinstance(executor, WorkersExecutor)
+    run_steps(executor, 2)
+    assert executor._workers[0].wait(20.0)
+    with pytest.raises(EngineDeadError, match="worker 0 failed: RuntimeError: device reset"):
+        executor.check()
+
+
 def test_a_step_that_takes_too_long_fails(start: Callable[..., Executor]) -> None:
     executor = start("worker", "HangingWorker", step_timeout_s=0.5)
     with pytest.raises(EngineDeadError, match=r"did not finish a step within 0.5 s"):
@@ -134,6 +143,9 @@ def test_all_ranks_read_the_plan_and_rank_0_answers() -> None:
     try:
         executor.start()
         assert run_steps(executor, 3) == fake_output(PROMPT, 3)
+        for reader in executor._readers[1:]:
+            with pytest.raises(TimeoutError):
+                reader.read(0.1)
         os.kill(executor.worker_pids[2], signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="worker 2 was killed by signal 9"):
             for _ in range(3):
@@ -161,6 +173,16 @@ def test_a_child_ignores_what_the_terminal_sends_to_the_group() -> None:
         assert not child.wait(0.1)
     processes.stop_all([child], timeout_s=20.0)
     assert child.exit_code == 0
+
+
+def test_a_death_is_noticed_without_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    child = processes.spawn("tests.engine.sleeping_child", "sleeper", b"hello")
+    assert not child.wait(0.1)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait(20.0)
+    assert child.describe_exit() == "sleeper was killed by signal 9 (SIGKILL)"
+    child.close()
 
 
 def test_a_child_that_does_not_listen_is_killed() -> None:

@@ -2,10 +2,12 @@
 
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -121,7 +123,7 @@ def test_a_message_that_was_cut_off_is_the_last(make_ring: MakeRing) -> None:
     with pytest.raises(TimeoutError):
         writer.write(b"a" * 100, timeout_s=0.01)
     with pytest.raises(AssertionError, match="cut off"):
-        writer.write(b"b")
+        writer.write(b"b", timeout_s=0.01)
 
 
 def test_a_read_that_timed_out_goes_on(make_ring: MakeRing, pool: ThreadPoolExecutor) -> None:
@@ -214,6 +216,18 @@ def test_waiting_costs_no_cpu(make_ring: MakeRing, pool: ThreadPoolExecutor) -> 
     time.sleep(0.5)
     assert reader.read(WAIT_S) == b"b" * 24
     assert future.result(WAIT_S) < 0.02
+
+
+def test_memory_without_memfd_has_no_name_either(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ring = RingBuffer.create(64, 1)
+    assert list(tmp_path.iterdir()) == []
+    ring.writer().write(b"message")
+    assert RingBuffer(ring.handle).reader().read(WAIT_S) == b"message"
+    ring.close()
 
 
 def test_nothing_has_a_name_or_stays_open() -> None:

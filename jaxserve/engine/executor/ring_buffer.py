@@ -294,8 +294,11 @@ class RingReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _acknowledge(self) -> None:
+        """What a full pipe does not take goes with the next one: then the writer has unread counts,
+        so it finds room, writes, and has this reader acknowledge again.
+        """
         amount, self._num_unacknowledged = self._num_unacknowledged, 0
-        if amount or self._consumed.unsent:
+        if amount:
             self._consumed.add(amount)
 
     def _wait_for_data(self, deadline_s: float | None) -> None:
@@ -305,8 +308,6 @@ class RingReader:
             if self._num_available:
                 return
             watched = dict.fromkeys([self.fd, *self._watch_fds], select.POLLIN)
-            if self._consumed.unsent:
-                watched[self._consumed.write_fd] = select.POLLOUT
             ready = set(_poll(watched, deadline_s)).intersection(self._watch_fds)
             # A process that wrote and then died: what it wrote goes first.
             self._num_available = self._published.take() if ready else 0

@@ -141,7 +141,8 @@ class WorkersExecutor:
             message = _read_now(reader)
             if isinstance(message, WorkerFailed):
                 raise self._failed(rank, message)
-            if isinstance(message, WorkerReady):
+            assert not isinstance(message, ModelRunnerOutput), (rank, message)
+            if message is not None:
                 self._ready[rank] = message
         self.check()
 
