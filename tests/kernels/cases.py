@@ -93,6 +93,21 @@ class RowPlan:
     wants_shared_pages: int = 0
 
 
+def edge_plans(config: Config) -> dict[str, list[RowPlan]]:
+    """Mixes that every config must meet whatever hypothesis draws."""
+    capacity = config.pages_per_row * config.page_size
+    longest = min(config.max_tokens - 1, capacity)
+    spread = [capacity * r // config.max_rows for r in range(config.max_rows)]
+    return {
+        "all padding": [],
+        "rows without new tokens": [RowPlan(0, 0), RowPlan(1, 0), RowPlan(0, 3)],
+        "decode, short to long": [RowPlan(1, context) for context in spread],
+        "decode, long to short": [RowPlan(1, context) for context in reversed(spread)],
+        "prefill from the start, full table": [RowPlan(longest, 0), RowPlan(1, capacity - 1)],
+        "prefill to the end": [RowPlan(0, capacity), RowPlan(longest, capacity - longest)],
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call with its right effect on the cache; what is poisoned may be anything."""
@@ -126,8 +141,8 @@ def row_plans(draw: st.DrawFn, config: Config) -> list[RowPlan]:
     capacity = config.pages_per_row * config.page_size
     for _ in range(draw(st.integers(0, config.max_rows))):
         longest = min(tokens_left, capacity)
-        few = st.integers(0, min(2, longest))
-        q_len = draw(st.one_of(few, st.integers(0, longest)))
+        one, few = st.just(min(1, longest)), st.integers(0, min(2, longest))
+        q_len = draw(st.one_of(one, few, st.integers(0, longest)))
         tokens_left -= q_len
         # A context that ends at, just before or just after a page, or anywhere.
         pages = draw(st.integers(0, config.pages_per_row))
