@@ -117,6 +117,7 @@ def _byte_level(
 def _sentencepiece(
     metadata: dict[str, Any], vocab: dict[str, int], source: str
 ) -> tuple[Backend, bool]:
+    """A space goes before the text and before what follows a special token, as in llama.cpp."""
     scores = _required(metadata, "scores", source)
     types = _required(metadata, "token_type", source)
     if not len(scores) == len(types) == len(vocab):

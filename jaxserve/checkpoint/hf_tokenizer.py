@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.checkpoint.hf import read_json
@@ -11,12 +11,10 @@ from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.errors import UserError
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Classes that put bos and eos as tokenizer_config.json says, whatever tokenizer.json does.
-_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """See `checkpoint.load_tokenizer`."""
+    """See `checkpoint.load_tokenizer`. What tokenizer.json says of bos and eos is what counts."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UserError(
@@ -35,7 +33,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     config = _read_optional(path / "tokenizer_config.json")
     _add_declared_tokens(backend, config, path)
     special = _special_tokens(config, path)
-    _set_bos_and_eos(backend, config, special)
     return Tokenizer(
         backend,
         special_tokens=special,
@@ -75,18 +72,6 @@ def _add_declared_tokens(backend: Backend, config: dict[str, Any], path: Path) -
                 "which does not follow on tokenizer.json.",
                 fix="Use tokenizer files that belong together.",
             )
-
-
-def _set_bos_and_eos(backend: Backend, config: dict[str, Any], special: dict[str, str]) -> None:
-    if config.get("tokenizer_class") not in _LLAMA_CLASSES or "add_bos_token" not in config:
-        return
-    bos = special.get("bos_token") if config["add_bos_token"] else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    around = [t for t in dict.fromkeys((bos, eos)) if t]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[t for t in (bos, "$A", eos) if t],
-        special_tokens=[(t, backend.token_to_id(t)) for t in around],
-    )
 
 
 def _chat_templates(config: dict[str, Any], path: Path) -> dict[str, str]:

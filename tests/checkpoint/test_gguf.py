@@ -153,6 +153,23 @@ def test_missing_file(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "none.gguf")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.pack("<IQ", 8, 10) + b"short",
+        struct.pack("<IIQ", 9, 8, 2) + struct.pack("<Q", 1) + b"a" + struct.pack("<Q", 9) + b"b",
+        struct.pack("<IIQ", 9, 4, 3) + bytes(8),
+        struct.pack("<I", 77) + bytes(8),
+    ],
+)
+def test_last_value_is_cut(tmp_path: Path, value: bytes) -> None:
+    """Nothing follows it whose absence would be noticed instead."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k" + value)
+    with pytest.raises(UserError, match="truncated or damaged"):
+        GGUFFile(path)
+
+
 def header_with_tensors(*tensors: tuple[str, list[int], int]) -> bytes:
     """A file without metadata whose tensors (name, dimensions, type number) all lie at 0."""
     out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0)

@@ -212,8 +212,9 @@ def test_sentencepiece_without_space_prefix() -> None:
 def test_sentencepiece_special_tokens_are_not_merged() -> None:
     tokenizer = build_tokenizer(spm_metadata(add_bos_token=False), "x")
     user, eos = tokenizer.backend.token_to_id("<|user|>"), tokenizer.eos_token_id
-    ids = tokenizer.encode("<|user|>stone</s>", add_special_tokens=False)
+    ids = tokenizer.encode("<|user|>the</s>", add_special_tokens=False)
     assert (ids[0], ids[-1]) == (user, eos)
+    assert [tokenizer.backend.id_to_token(i) for i in ids[1:-1]] == ["▁the"]
     assert tokenizer.special_ids == {1, 2}
 
 
