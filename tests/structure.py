@@ -1,6 +1,7 @@
 """The rules on the shape of the code that a program can check; a check returns what breaks it."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -60,7 +61,7 @@ class Source:
     path: str
     text: str
 
-    @property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
