@@ -44,6 +44,7 @@ _ASK_TIMEOUT_S = 2.0
 _TELL_TIMEOUT_S = 1.0
 # What a dead engine core sent before is in the kernel; reading it takes no longer than this.
 _LAST_WORDS_TIMEOUT_S = 0.3
+_CONNECT_POLL_S = 0.002
 # A socket's whole path may have 103 characters on some systems.
 _MAX_SOCKET_DIR_LEN = 90
 
@@ -59,8 +60,8 @@ class _CoreProcess:
         if len(socket_dir) > _MAX_SOCKET_DIR_LEN:
             shutil.rmtree(socket_dir)
             socket_dir = tempfile.mkdtemp(prefix="jaxserve-", dir="/tmp")
-        # Also when the interpreter exits without `end`.
-        self._remove_sockets = weakref.finalize(self, shutil.rmtree, socket_dir, ignore_errors=True)
+        # Called when both sides are connected, else by `end`, else when the interpreter exits.
+        self.remove_sockets = weakref.finalize(self, shutil.rmtree, socket_dir, ignore_errors=True)
         self.input_address = f"ipc://{socket_dir}/input"
         self.output_address = f"ipc://{socket_dir}/output-0"
         start = EngineCoreStart(
@@ -84,19 +85,19 @@ class _CoreProcess:
         await asyncio.wait({self.exited}, timeout=timeout_s)
 
     async def end(self, timeout_s: float) -> None:
-        """Tells it to exit, kills it if it lives on, removes the sockets."""
+        """Tells it to exit, kills it if it lives on."""
         self.child.release()
         await self.wait(timeout_s)
         self._loop.remove_reader(self.child.death_fd)
         processes.stop_all([self.child], timeout_s=0.0)
-        self._remove_sockets()
+        self.remove_sockets()
 
 
 class AsyncCoreClient:
     """Starts an engine core process and exchanges messages with it; for one event loop.
 
     `start`, then `send` and `recv` (one task receives), then `shutdown`. However this process ends,
-    the engine core and its workers end too, and the sockets' directory is removed.
+    the engine core and its workers end too. The sockets have names only while the engine starts.
     """
 
     def __init__(self, config: EngineConfig, *, worker_class: str = WORKER_CLASS):
@@ -109,6 +110,7 @@ class AsyncCoreClient:
         for socket in (self._input, self._output):
             socket.set_hwm(0)
             socket.linger = 0
+        self._input.immediate = True  # writable means connected
         self._process: _CoreProcess | None = None
         self._receiving: asyncio.Future[bytes] | None = None
         self._shutdown_lock = asyncio.Lock()
@@ -142,7 +144,7 @@ class AsyncCoreClient:
                     raise UserError(message.reason, fix=message.fix)
                 raise EngineDeadError(message.reason)
             assert isinstance(message, EngineReady), message
-            self._input.connect(self._process.input_address)
+            await self._connect_input()
             self._is_ready = True
             return decode_config(message.config)
         except BaseException:
@@ -158,7 +160,9 @@ class AsyncCoreClient:
         assert self._is_ready, "not started"
         if self._dead is not None:
             raise EngineDeadError(self._dead.reason)
-        self._input.send(encode(message), zmq.NOBLOCK)
+        # Refused only when the other side is gone, which `recv` tells.
+        with contextlib.suppress(zmq.Again):
+            self._input.send(encode(message), zmq.NOBLOCK)
 
     async def recv(self) -> EngineOutput:
         """The next message. When the engine core is dead, in whatever way, it is EngineDead, and
@@ -187,6 +191,16 @@ class AsyncCoreClient:
     def _started_process(self) -> _CoreProcess:
         assert self._process is not None, "not started"
         return self._process
+
+    async def _connect_input(self) -> None:
+        """Returns when connected, and then removes the names of the sockets."""
+        process = self._started_process
+        self._input.connect(process.input_address)
+        while not self._input.poll(0, zmq.POLLOUT):
+            if process.exited.done():
+                raise EngineDeadError(process.child.describe_exit())
+            await asyncio.sleep(_CONNECT_POLL_S)
+        process.remove_sockets()
 
     async def _receive(self) -> bytes | None:
         """The next message; None when the engine core is dead and all it sent has been received."""

@@ -105,9 +105,11 @@ async def tokens_of(client: AsyncCoreClient, request_id: str, num_tokens: int) -
     return tokens
 
 
-def test_generate_abort_and_utility_calls() -> None:
+def test_generate_abort_and_utility_calls(tmp_path: Path) -> None:
     async def test() -> None:
         async with started("SlowWorker") as client:
+            # Even if everything is killed at once now, nothing stays behind.
+            assert list(tmp_path.iterdir()) == []
             client.send(fake_request("a", [1, 2, 3], max_tokens=5))
             assert await tokens_of(client, "a", 5) == fake_output([1, 2, 3], 5)
 
@@ -223,6 +225,7 @@ def test_a_killed_engine_core_is_noticed_and_leaves_no_worker() -> None:
             await asyncio.sleep(0.1)
             os.kill(client.pid, signal.SIGKILL)
             wait_until_dead(worker_pid, within_s=ORPHAN_WAIT_S)
+            client.send(AbortRequests(["a"]))
             message = await asyncio.wait_for(receiving, WAIT_S)
             assert message.reason == "engine core was killed by signal 9 (SIGKILL)"
 
