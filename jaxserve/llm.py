@@ -102,7 +102,14 @@ class LLM:
         """
         if not isinstance(prompts, str):
             prompts = list(prompts)  # pyright: ignore[reportAssignmentType]
-        rendered = render_prompts(self.tokenizer, prompts, add_special_tokens=True)  # pyright: ignore[reportArgumentType]
+        rendered = list(
+            render_prompts(
+                self.tokenizer,
+                prompts,  # pyright: ignore[reportArgumentType]
+                add_special_tokens=True,
+                max_model_len=self.config.model.max_model_len,
+            )
+        )
         return self._generate(rendered, sampling_params, COMPLETION_MAX_TOKENS, use_tqdm)
 
     def chat(
@@ -134,6 +141,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 add_special_tokens=False,
                 template_kwargs=chat_template_kwargs or {},
+                max_model_len=self.config.model.max_model_len,
             )
             rendered.append((token_ids, "messages" if is_one else f"messages[{i}]"))
         return self._generate(rendered, sampling_params, None, use_tqdm)

@@ -125,6 +125,7 @@ class FakeCoreClient:
         self.aborted: list[str] = []
         self.num_steps = 0
         self.can_reset = True
+        self.is_mute = False
         self.max_steps: int | None = None
 
     def send(self, message: EngineInput) -> None:
@@ -140,6 +141,8 @@ class FakeCoreClient:
                 for request_id in request_ids:
                     self.running.pop(request_id, None)
                 self._answers.append(self._outputs([]))
+            case UtilityCall() if self.is_mute:
+                pass
             case UtilityCall(call_id, "reset_prefix_cache"):
                 self._answers.append(UtilityResult(call_id, self.can_reset))
             case UtilityCall(call_id, method):
@@ -229,7 +232,7 @@ def make_context(core: FakeCoreClient, config: EngineConfig) -> ServerContext:
         config=config,
         llm=llm,
         input_processor=InputProcessor(config),
-        renderer=Renderer(tokenizer),
+        renderer=Renderer(tokenizer, config.model.max_model_len),
         metrics=metrics,
         created_s=1_700_000_000,
     )

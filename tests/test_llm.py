@@ -194,6 +194,10 @@ def test_bad_chats(llm: LLM, messages: list) -> None:
         llm.chat(messages)
 
 
+def test_it_runs_in_this_process_unless_told_otherwise(llm: LLM) -> None:
+    assert llm.config.worker.executor == "in_process"
+
+
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="max_model_length"):
         make_llm(monkeypatch, SmallWorker, max_model_length=5)

@@ -128,9 +128,7 @@ class _WindowDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         num_held = len(self._window) - self._num_given
-        if num_held < _MAX_HELD_TOKENS and (
-            text.endswith(_REPLACEMENT) or text == self._given_text
-        ):
+        if num_held < _MAX_HELD_TOKENS and text.endswith(_REPLACEMENT):
             return ""
         return self._take(text)
 

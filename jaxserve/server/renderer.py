@@ -1,7 +1,8 @@
 """Chat messages and prompts to token ids, in a thread pool, never on the event loop."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,8 @@ from jaxserve.server.protocol import ChatCompletionRequest, ChatMessage, Content
 
 MAX_PROMPTS = 2048
 _NUM_THREADS = 2
+_BATCH = 4
+_USUAL_CHARS_PER_TOKEN = 16
 _ROLES = ("system", "developer", "user", "assistant")
 # What the template call itself sets; chat_template_kwargs are variables of the template only.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -21,8 +24,9 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(
 class Renderer:
     """Turns what clients write into token ids. Close it to end its threads."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int):
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="renderer")
 
     async def chat(self, request: ChatCompletionRequest) -> list[int]:
@@ -38,6 +42,7 @@ class Renderer:
                 add_generation_prompt=request.add_generation_prompt is not False,
                 add_special_tokens=bool(request.add_special_tokens),
                 template_kwargs=request.chat_template_kwargs or {},
+                max_model_len=self._max_model_len,
             )
         )
 
@@ -49,9 +54,17 @@ class Renderer:
         Raises:
           RequestError: the prompt mixes text and tokens, or is empty.
         """
-        return await self._in_thread(
-            lambda: render_prompts(self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+        rendered = render_prompts(
+            self._tokenizer,
+            prompt,
+            add_special_tokens=add_special_tokens,
+            max_model_len=self._max_model_len,
         )
+        prompts = []
+        # A few at a time: other requests get their turn, and a shutdown need not wait for all.
+        while some := await self._in_thread(lambda: list(itertools.islice(rendered, _BATCH))):
+            prompts += some
+        return prompts
 
     def close(self) -> None:
         """Ends the threads when they are done."""
@@ -68,6 +81,7 @@ def render_chat(
     add_generation_prompt: bool,
     add_special_tokens: bool,
     template_kwargs: Mapping[str, Any],
+    max_model_len: int,
 ) -> list[int]:
     """Applies the chat template and tokenizes the result.
 
@@ -95,7 +109,7 @@ def render_chat(
         raise RequestError(
             f"The chat template does not accept these messages: {error!r}", param="messages"
         ) from error
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return _encode(tokenizer, text, add_special_tokens, max_model_len, "messages")
 
 
 def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
@@ -142,14 +156,16 @@ def render_prompts(
     prompt: str | Sequence[str | int | list[int]],
     *,
     add_special_tokens: bool,
-) -> list[tuple[list[int], str]]:
+    max_model_len: int,
+) -> Iterator[tuple[list[int], str]]:
     """Token ids of each prompt, and its path: text is tokenized, token ids are taken as they are.
 
     Raises:
-      RequestError: the prompt mixes text and tokens, or is empty.
+      RequestError: the prompt mixes text and tokens, or is empty, or a text is far too long.
     """
     if isinstance(prompt, str):
-        return [(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), "prompt")]
+        yield _encode(tokenizer, prompt, add_special_tokens, max_model_len, "prompt"), "prompt"
+        return
     if not prompt:
         raise RequestError("prompt must not be empty.", param="prompt")
     kind = type(prompt[0])
@@ -161,15 +177,35 @@ def render_prompts(
                 param=f"prompt[{i}]",
             )
     if kind is int:
-        return [([item for item in prompt if isinstance(item, int)], "prompt")]
+        yield [item for item in prompt if isinstance(item, int)], "prompt"
+        return
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(
             f"prompt takes up to {MAX_PROMPTS} prompts, got {len(prompt)}.", param="prompt"
         )
-    rendered = []
     for i, item in enumerate(prompt):
+        path = f"prompt[{i}]"
         if isinstance(item, str):
-            item = tokenizer.encode(item, add_special_tokens=add_special_tokens)
+            item = _encode(tokenizer, item, add_special_tokens, max_model_len, path)
         assert isinstance(item, list)
-        rendered.append((item, f"prompt[{i}]"))
-    return rendered
+        yield item, path
+
+
+def _encode(
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_model_len: int, path: str
+) -> list[int]:
+    """Tokenizes, but gives up early on a text that is far too long: megabytes take seconds.
+
+    Longer and longer beginnings are tried. One with twice the tokens that fit settles it: the rest
+    of the text can change the tokens near the cut, but not halve their number.
+    """
+    num_chars = _USUAL_CHARS_PER_TOKEN * max_model_len
+    while num_chars < len(text):
+        if len(tokenizer.encode(text[:num_chars], add_special_tokens=False)) > 2 * max_model_len:
+            raise RequestError(
+                f"The prompt has more than {2 * max_model_len} tokens; this model takes at most "
+                f"{max_model_len} tokens, prompt and output together.",
+                param=path,
+            )
+        num_chars *= 2
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)

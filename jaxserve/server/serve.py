@@ -208,7 +208,7 @@ async def _run(
         config=config,
         llm=llm,
         input_processor=InputProcessor(config),
-        renderer=Renderer(tokenizer),
+        renderer=Renderer(tokenizer, config.model.max_model_len),
         metrics=metrics,
         created_s=int(time.time()),
     )

@@ -208,7 +208,9 @@ def test_utility_calls() -> None:
 def test_death_answers_utility_calls() -> None:
     async def test() -> None:
         async with Engine() as engine:
+            engine.core.is_mute = True
             call = asyncio.ensure_future(engine.llm.reset_prefix_cache())
+            await settle()
             engine.core.die("gone")
             with pytest.raises(EngineDeadError, match="gone"):
                 await call

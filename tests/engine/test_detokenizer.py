@@ -176,6 +176,13 @@ def test_the_text_is_cut_at_the_stop_string(include: bool, text: str) -> None:
     assert "".join(feed(checker, ["abST", "OPcd"])) == text
 
 
+@pytest.mark.parametrize("stops", (["b", "ab"], ["ab", "b"]))
+def test_of_two_that_end_together_the_longer_counts(stops: list[str]) -> None:
+    checker = StopChecker(stops, include_in_output=False)
+    assert "".join(feed(checker, ["xab"])) == "x"
+    assert checker.matched == "ab"
+
+
 def test_what_was_held_comes_at_the_end() -> None:
     checker = StopChecker(["STOP"], include_in_output=False)
     assert feed(checker, ["abST", "O"]) == ["ab", "", "STO"]

@@ -306,6 +306,33 @@ def test_a_body_over_the_limit_is_413_before_it_is_read() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", (CHAT, COMPLETIONS))
+@pytest.mark.parametrize("text", ("x" * 300_000, " " * 300_000, " the" * 100_000))
+def test_a_text_that_is_far_too_long_is_not_tokenized_whole(path: str, text: str) -> None:
+    async def main() -> None:
+        async with fake_server() as server:
+            tokenizer = server.context.renderer._tokenizer
+            lengths = []
+            encode = tokenizer.encode
+
+            def spying_encode(text: str, *, add_special_tokens: bool) -> list[int]:
+                lengths.append(len(text))
+                return encode(text, add_special_tokens=add_special_tokens)
+
+            tokenizer.encode = spying_encode
+            body = chat if path == CHAT else completion
+            field = {"messages": [{"role": "user", "content": text}]}
+            data = body(**field) if path == CHAT else body(prompt=["a", text])
+            response = await server.client.post(path, content=data)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == ("messages" if path == CHAT else "prompt[1]")
+            assert "more than 400 tokens" in error["message"]
+            assert max(lengths) < 10_000
+
+    asyncio.run(main())
+
+
 def test_a_bug_is_a_500_with_an_error_body() -> None:
     async def main() -> None:
         async with fake_server() as server:

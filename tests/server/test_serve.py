@@ -156,11 +156,13 @@ def test_death_of_the_worker() -> None:
             last = [line for line in lines if line][-1]
         message = json.loads(last.removeprefix("data: "))["error"]["message"]
         assert "SIGKILL" in message
+        time.sleep(1)  # a probe comes when it comes
         health = client.get("/health")
         assert health.status_code == 503
         assert "SIGKILL" in health.json()["error"]["message"]
         assert client.post("/v1/completions", json=body()).status_code == 503
         assert wait_until_gone(server, family, 6) == 1
+        assert "the engine died" in server.lines[-1], server.lines
         assert "SIGKILL" in server.lines[-1], server.lines
 
 
