@@ -4,7 +4,7 @@ A step is all that the engine core process does in it: schedule, encode the plan
 ring buffer, read and decode the tokens, apply them, encode the outputs for the API server (in
 reality its output thread does that last part). The worker's side is faked and not counted.
 
-    scripts/bench_core.py [--num-requests 256] [--num-steps 2000] [--profile]
+    python scripts/bench_core.py [--num-requests 256] [--num-steps 2000] [--profile]
 """
 
 import argparse

@@ -5,6 +5,7 @@ when the engine core says so or dies (`jaxserve.processes`), and with code 1 whe
 its last message then says why.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -49,6 +50,9 @@ class WorkerProcess:
         try:
             worker: Worker = load_class(self._start.worker_class)(decode_config(self._start.config))
             config = worker.load()
+            # What loading made stays; the collector need not look at it again and again.
+            gc.collect()
+            gc.freeze()
             threading.Thread(
                 target=self._run_output_loop, args=(worker,), name="output", daemon=True
             ).start()
