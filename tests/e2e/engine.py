@@ -49,7 +49,9 @@ class SharedExecutor:
 class Engine:
     """One engine core with its own scheduler and KV cache, on the session's worker."""
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, worker: Worker, **changes: object):
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, worker: Worker, **changes: object
+    ):
         self.executor = SharedExecutor(worker, runner)
         self._tokens: dict[str, list[int]] = {}
         self.num_cached_tokens: dict[str, int] = {}

@@ -35,7 +35,7 @@ def test_greedy_tokens(greedy_outputs, idx):
         if got != wanted:
             first, second = golden["top2_logits"][i]
             is_tie = got in golden["top2_ids"][i] and first - second < TIE
-            assert is_tie, f"token {i}: {got} instead of {wanted}, top two {first} and {second}"
+            assert is_tie, f"token {i}: {got}, not {wanted}; top two {first} and {second}"
             return  # from here on the texts may differ
 
 

@@ -16,9 +16,7 @@ SAMPLINGS = {
 }
 # The request under test, and what runs beside it where something does.
 CASES = [(3, "greedy"), (9, "seeded"), (13, "filtered")]
-NEIGHBOURS = [
-    (prompt, list(SAMPLINGS.values())[i % 3]) for i, prompt in enumerate(PROMPTS[:16])
-]
+NEIGHBOURS = [(prompt, list(SAMPLINGS.values())[i % 3]) for i, prompt in enumerate(PROMPTS[:16])]
 
 
 @pytest.fixture(scope="module")
