@@ -29,7 +29,7 @@ def fetch_snapshot(model: str) -> Path:
       UserError: not a repository id, no such repository, no access, offline.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
@@ -38,7 +38,7 @@ def fetch_snapshot(model: str) -> Path:
             f"Model {model!r} is no known name, file, directory or hub id.",
             fix="Give smollm2-135m, a .gguf file, a model directory or a hub id such as org/name.",
         ) from e
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+    except Exception as e:  # of the hub, of its HTTP library, of the file system: no common base
         reason = str(e).strip().splitlines() or [type(e).__name__]
         raise UserError(
             f"Model {model!r} is no local file or directory and not to be had from the hub: "

@@ -35,6 +35,9 @@ class Tokenizer:
                     f"{source}: the {role} {token!r} is not in the vocabulary.",
                     fix="Use a checkpoint whose tokenizer files belong together.",
                 )
+        added = backend.get_added_tokens_decoder()
+        # Ids that decode to nothing under skip_special_tokens.
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._templates = {
             name: ChatTemplate(text, f"{source}: chat template {name!r}")
             for name, text in chat_templates.items()
@@ -52,12 +55,6 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self._special_id("eos_token")
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that decode to nothing under skip_special_tokens."""
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(i for i, token in added.items() if token.special)
 
     @property
     def chat_template(self) -> str | None:

@@ -209,6 +209,20 @@ def test_sentencepiece_without_space_prefix() -> None:
     assert tokenizer.decode(spaced, skip_special_tokens=True) == " the"
 
 
+@pytest.mark.parametrize(("kind", "ids"), [(1, [2]), (2, [0, 1]), (5, [0, 1]), (6, [0, 1])])
+def test_only_normal_pieces_are_merged(kind: int, ids: list[int]) -> None:
+    """Unknown, unused and byte tokens are not what text that looks like them becomes."""
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["q", "z", "qz"],
+        "tokenizer.ggml.scores": [0.0, 0.0, 1.0],
+        "tokenizer.ggml.token_type": [1, 1, kind],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    assert build_tokenizer(metadata, "x").encode("qz", add_special_tokens=False) == ids
+
+
 def test_sentencepiece_special_tokens_are_not_merged() -> None:
     tokenizer = build_tokenizer(spm_metadata(add_bos_token=False), "x")
     user, eos = tokenizer.backend.token_to_id("<|user|>"), tokenizer.eos_token_id

@@ -277,3 +277,10 @@ def test_hub_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         resolve_model("some-org/not-here")
     assert "'some-org/not-here' is no local file or directory" in caught.value.problem
     assert len(str(caught.value).splitlines()) == 2
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("peer closed connection\nmore")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(UserError, match="from the hub: peer closed connection\n"):
+        resolve_model("some-org/not-here")
