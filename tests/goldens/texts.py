@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001  (confusable characters are here on purpose)
 """The texts that scripts/make_goldens.py makes goldens from; the tests read the JSON instead."""
 
 import random
