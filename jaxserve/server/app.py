@@ -67,7 +67,9 @@ class _Routes:
         """GET /v1/models/{model}."""
         name = scope["path_params"]["model"]
         if name != self._card.id:
-            raise RequestError(f"The model {name!r} does not exist.", param="model", status=404)
+            raise RequestError(
+                f"The model {name[:200]!r} does not exist.", param="model", status=404
+            )
         await send_json(send, self._card)
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
