@@ -74,4 +74,5 @@ def model_for(info: ModelInfo) -> Model:
     """The model functions for a checkpoint; `checkpoint.load_model_info` has refused others."""
     from jaxserve.models import llama
 
-    return {"LlamaForCausalLM": llama}[info.architecture]
+    assert info.architecture == "LlamaForCausalLM", info.architecture
+    return llama

@@ -40,7 +40,7 @@ class StepInput(NamedTuple):
         delta.rows[:num_rows] = self.rows
         delta.rows[num_rows:] = num_lines
         delta.cu_q_lens[0] = 0
-        np.cumsum(self.q_lens, out=delta.cu_q_lens[1 : num_rows + 1])
+        delta.cu_q_lens[1 : num_rows + 1] = np.cumsum(self.q_lens)
         delta.cu_q_lens[num_rows + 1 :] = num_tokens
         delta.samples[:num_rows] = self.samples
         delta.samples[num_rows:] = 0
@@ -72,11 +72,8 @@ class BatchMirror:
             assert self._is_live[row], f"row {row} is released but not live in step {plan.step_id}"
             self._is_live[row] = False
             self._known_tokens.pop(row, None)
-        addresses: list[np.ndarray] = []
-        values: list[np.ndarray] = []
-        for admitted in plan.admitted:
-            self._admit(admitted, addresses, values)
-        self._add_blocks(plan.new_blocks, addresses, values)
+        writes = [self._admit(admitted) for admitted in plan.admitted]
+        writes.append(self._add_blocks(plan.new_blocks))
 
         counts = self._is_live.astype(np.int32)
         counts[plan.num_tokens[::2]] = plan.num_tokens[1::2]
@@ -90,19 +87,11 @@ class BatchMirror:
         token_ids = self._token_ids(rows, q_lens, ends)
         self._num_computed[rows] = ends
         self._num_tokens[rows] += samples
-        empty = np.zeros(0, np.int32)
-        return StepInput(
-            rows,
-            q_lens,
-            samples,
-            token_ids,
-            np.concatenate(addresses) if addresses else empty,
-            np.concatenate(values) if values else empty,
-        )
+        addresses, values = np.concatenate(writes, axis=1)
+        return StepInput(rows, q_lens, samples, token_ids, addresses, values)
 
-    def _admit(
-        self, admitted: AdmittedRow, addresses: list[np.ndarray], values: list[np.ndarray]
-    ) -> None:
+    def _admit(self, admitted: AdmittedRow) -> Int32[np.ndarray, "2 W"]:
+        """Takes in a row; returns the addresses and values of its line."""
         row = admitted.row
         assert not self._is_live[row], f"row {row} is admitted twice"
         self._is_live[row] = True
@@ -113,24 +102,23 @@ class BatchMirror:
         fields = admission_fields(
             admitted.sampling, admitted.num_prompt_tokens, admitted.num_computed_tokens
         )
+        num_blocks = len(admitted.block_ids)
+        writes = np.empty((2, len(fields) + num_blocks), np.int32)
         line = row * self._num_columns
-        addresses.append(line + np.arange(len(fields), dtype=np.int32))
-        values.append(fields)
-        first_block = line + NUM_FIELDS
-        addresses.append(first_block + np.arange(len(admitted.block_ids), dtype=np.int32))
-        values.append(np.array(admitted.block_ids, np.int32))
+        writes[0, : len(fields)] = line + np.arange(len(fields))
+        writes[0, len(fields) :] = line + NUM_FIELDS + np.arange(num_blocks)
+        writes[1, : len(fields)] = fields
+        writes[1, len(fields) :] = admitted.block_ids
+        return writes
 
-    def _add_blocks(
-        self, new_blocks: list[int], addresses: list[np.ndarray], values: list[np.ndarray]
-    ) -> None:
-        if not new_blocks:
-            return
-        written = []
-        for row in new_blocks[::2]:
-            written.append(row * self._num_columns + NUM_FIELDS + self._num_blocks[row])
+    def _add_blocks(self, new_blocks: list[int]) -> Int32[np.ndarray, "2 W"]:
+        """Appends (row, block id) pairs to block tables; returns addresses and values."""
+        writes = np.empty((2, len(new_blocks) // 2), np.int32)
+        writes[1] = new_blocks[1::2]
+        for i, row in enumerate(new_blocks[::2]):
+            writes[0, i] = row * self._num_columns + NUM_FIELDS + self._num_blocks[row]
             self._num_blocks[row] += 1
-        addresses.append(np.array(written, np.int32))
-        values.append(np.array(new_blocks[1::2], np.int32))
+        return writes
 
     def _token_ids(
         self,

@@ -54,7 +54,7 @@ def _draw_rows(
     logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
 ) -> Int32[Array, " R"]:
     """One random token a row, by temperature, min_p, top_k and top_p, applied in that order."""
-    # Computed once, never again inside a fusion with other rounding: thresholds compare for equality.
+    # Computed once, never again in a fusion that rounds otherwise: thresholds need equality.
     scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
     scaled = jax.lax.optimization_barrier(scaled)
     scaled = jax.lax.optimization_barrier(scaled - scaled.max(axis=-1, keepdims=True))

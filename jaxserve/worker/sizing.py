@@ -20,6 +20,7 @@ from pallas_kernels.ragged_paged_attention import (
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_CPU_CACHE_BYTES = 2 * _GIB  # a CPU's memory is not ours to fill
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -44,7 +45,8 @@ _DEFAULTS = {
 
 def platform_of(device: jax.Device) -> str:
     """ "cpu", "gpu" or "tpu"."""
-    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+    is_gpu = device.platform in ("cuda", "rocm")
+    return "gpu" if is_gpu else str(device.platform)
 
 
 def smallest_bucket(platform: str) -> int:
@@ -75,13 +77,13 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
     if not config.scheduler.max_num_seqs:
         derive("max_num_seqs", defaults.max_num_seqs, on_platform)
     if not config.scheduler.max_num_batched_tokens:
-        wanted = max(defaults.max_num_batched_tokens, int(derived.get("max_num_seqs", 0) or 0))
+        wanted = max(defaults.max_num_batched_tokens, config.scheduler.max_num_seqs)
         derive("max_num_batched_tokens", wanted, on_platform)
     config = replace(config, **derived)
     if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
         raise UserError(
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens} is less than "
-            f"--max-num-seqs {config.scheduler.max_num_seqs}: a step could not serve every request.",
+            f"--max-num-seqs {config.scheduler.max_num_seqs}: a step cannot serve every request.",
             fix=f"Use --max-num-batched-tokens {config.scheduler.max_num_seqs} or more.",
         )
     return replace(config, attention=_resolve_attention(config, platform))
@@ -141,10 +143,23 @@ def blocks_per_sequence(config: EngineConfig) -> int:
     return -(-config.model.max_model_len // config.cache.block_size)
 
 
-def resolve_num_kv_blocks(
+@dataclasses.dataclass(frozen=True)
+class KVBlocks:
+    """How many KV blocks there are, null block included, and why.
+
+    depends_on_step: the number would be another with another step_temp_bytes.
+    """
+
+    count: int
+    bytes_per_block: int
+    reason: str
+    depends_on_step: bool
+
+
+def size_kv_cache(
     config: EngineConfig, platform: str, free_bytes: int, step_temp_bytes: int
-) -> EngineConfig:
-    """How many KV blocks there are, null block included.
+) -> KVBlocks:
+    """The number of KV blocks.
 
     free_bytes: what the device has for the cache and for a step's temporaries.
     step_temp_bytes: what the largest step needs beside its arguments and results.
@@ -152,47 +167,41 @@ def resolve_num_kv_blocks(
     Raises:
       UserError: the longest sequence does not fit; names the longest that does.
     """
+    cache = config.cache
     bytes_per_block = kv_cache_layout(config, platform).bytes_per_page
     needed = blocks_per_sequence(config) + 1
-    cache = config.cache
     budget = int(free_bytes * cache.memory_utilization) - step_temp_bytes
+    limit = cache.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if platform == "cpu" else budget)
     if cache.num_kv_blocks:
-        num_blocks, reason = cache.num_kv_blocks, "--num-kv-blocks"
-        if num_blocks >= needed and num_blocks * bytes_per_block > free_bytes - step_temp_bytes:
-            most = max(0, free_bytes - step_temp_bytes) // bytes_per_block
-            raise UserError(
-                f"--num-kv-blocks {num_blocks} needs {num_blocks * bytes_per_block / _GIB:.2f} GiB,"
-                f" but {most * bytes_per_block / _GIB:.2f} GiB are free.",
-                fix=f"Use --num-kv-blocks {most} or less.",
-            )
+        blocks = KVBlocks(cache.num_kv_blocks, bytes_per_block, "--num-kv-blocks", False)
+    elif limit < budget:
+        reason = f"{limit / _GIB:.2f} GiB for the KV cache"
+        blocks = KVBlocks(limit // bytes_per_block, bytes_per_block, reason, False)
     else:
         reason = (
             f"{free_bytes / _GIB:.2f} GiB free x {cache.memory_utilization} - "
             f"{step_temp_bytes / _GIB:.2f} GiB for the largest step"
         )
-        limit = cache.kv_cache_memory_bytes or (2 * _GIB if platform == "cpu" else 0)
-        if limit and limit < budget:
-            budget = limit
-            reason = f"{limit / _GIB:.2f} GiB for the KV cache"
-        num_blocks = budget // bytes_per_block
-    if num_blocks < needed:
-        fits = max(0, num_blocks - 1) * cache.block_size
-        fix = (
-            f"Use --max-model-len {fits}, or give the KV cache more memory."
-            if fits
-            else "Give the KV cache more memory, or use a smaller model."
-        )
+        blocks = KVBlocks(max(0, budget) // bytes_per_block, bytes_per_block, reason, True)
+    most = max(0, free_bytes - step_temp_bytes) // bytes_per_block
+    if most >= needed and blocks.count > most:
         raise UserError(
-            f"--max-model-len {config.model.max_model_len} needs {needed} KV blocks "
-            f"({needed * bytes_per_block / _GIB:.2f} GiB), but there is room for {num_blocks} "
-            f"({reason}).",
-            fix=fix,
+            f"--num-kv-blocks {blocks.count} needs {blocks.count * bytes_per_block / _GIB:.2f} GiB,"
+            f" but {most * bytes_per_block / _GIB:.2f} GiB are free.",
+            fix=f"Use --num-kv-blocks {most} or less.",
         )
-    logger.info(
-        "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
-        num_blocks,
-        (num_blocks - 1) * cache.block_size,
-        num_blocks * bytes_per_block / _GIB,
-        reason,
+    if min(blocks.count, most) < needed:
+        raise _too_long(config, needed, dataclasses.replace(blocks, count=min(blocks.count, most)))
+    return blocks
+
+
+def _too_long(config: EngineConfig, needed: int, blocks: KVBlocks) -> UserError:
+    fits = max(0, blocks.count - 1) * config.cache.block_size
+    return UserError(
+        f"--max-model-len {config.model.max_model_len} needs {needed} KV blocks "
+        f"({needed * blocks.bytes_per_block / _GIB:.2f} GiB), but there is room for "
+        f"{blocks.count} ({blocks.reason}).",
+        fix=f"Use --max-model-len {fits}, or give the KV cache more memory."
+        if fits
+        else "Give the KV cache more memory, or use a smaller model.",
     )
-    return replace(config, num_kv_blocks=num_blocks)

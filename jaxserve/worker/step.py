@@ -1,7 +1,7 @@
 """The jitted step: apply a delta, run the model, sample, write the new tokens back."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,9 +25,12 @@ class StepSpec:
 
 
 class DeviceState(NamedTuple):
-    """What lives on the device between steps; every step donates it and returns it changed."""
+    """What lives on the device between steps; every step donates it and returns it changed.
 
-    table: Int32[Array, "lines C"]
+    Its leaves are arrays, or what stands for arrays in JAX, as in `KVCache`.
+    """
+
+    table: Any  # Int32[Array, "lines C"]
     kv_cache: KVCache
 
 

@@ -27,10 +27,10 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1
-            logger.warning("Compiled something after warm-up (%.2f s)", duration_s)
+            logger.warning("Compiled something after warm-up (%.2f s)", duration_secs)
 
 
 def use_compilation_cache(directory: Path) -> None:
@@ -83,6 +83,13 @@ def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
 
     writes = jax.ShapeDtypeStruct((num_writes,), jax.numpy.int32)
     return _compile(jaxserve_writes, (0,), state.table, writes, writes)
+
+
+def temp_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory that a program needs beside its arguments and results."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "this backend does not say what its programs need"
+    return analysis.temp_size_in_bytes
 
 
 def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.stages.Compiled:

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Shaped
 
 from jaxserve.checkpoint import open_weights
 from jaxserve.checkpoint.weights import WeightReader, check_weight_names
 from jaxserve.config import ModelInfo
+from jaxserve.errors import UserError
 from jaxserve.models.registry import ParamSpec, model_for
 
 logger = logging.getLogger(__name__)
@@ -37,9 +39,7 @@ def load_params(
     check_weight_names(_tensor_names(info, specs), reader)
     params = {}
     for name, spec in specs.items():
-        host = np.empty(spec.shape, jnp.dtype(dtype))
-        _fill(host, spec, reader)
-        params[name] = jax.device_put(host, device)
+        params[name] = jax.device_put(_read_param(spec, reader, jnp.dtype(dtype)), device)
     num_bytes = sum(p.nbytes for p in params.values())
     logger.info(
         "Weights: %.2f GiB as %s in %.1f s",
@@ -58,18 +58,29 @@ def _tensor_names(info: ModelInfo, specs: dict[str, ParamSpec]) -> set[str]:
     return names
 
 
-def _fill(host: np.ndarray, spec: ParamSpec, reader: WeightReader) -> None:
-    """Reads a parameter's tensors into `host`; layers in parallel, as reading drops the GIL."""
+def _read_param(
+    spec: ParamSpec, reader: WeightReader, dtype: np.dtype
+) -> Shaped[np.ndarray, "..."]:
+    """Reads one parameter; its layers in parallel, as reading drops the GIL."""
+    host = np.empty(spec.shape, dtype)
+    layers = host if spec.is_stacked else host[None]
 
-    def read(i: int) -> np.ndarray:
-        tensors = [reader.read(source.format(i=i)) for source in spec.sources]
-        return spec.assemble(*tensors) if spec.assemble else tensors[0]
+    def read_layer(i: int) -> None:
+        names = [source.format(i=i) for source in spec.sources]
+        tensors = [reader.read(name) for name in names]
+        try:
+            array = spec.assemble(*tensors) if spec.assemble else tensors[0]
+        except ValueError:  # shapes that do not even go together
+            array = None
+        if array is None or array.shape != layers.shape[1:]:
+            shapes = ", ".join(f"{n} {t.shape}" for n, t in zip(names, tensors, strict=True))
+            raise UserError(
+                f"The checkpoint {reader.path} has {shapes}, but its config asks for "
+                f"{layers.shape[1:]}.",
+                fix="Use a checkpoint whose config belongs to its weights.",
+            )
+        layers[i] = array
 
-    def fill_layer(i: int) -> None:
-        host[i] = read(i)
-
-    if not spec.is_stacked:
-        host[...] = read(0)
-        return
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(fill_layer, range(len(host))))
+        list(pool.map(read_layer, range(len(layers))))
+    return host

@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -81,38 +82,48 @@ class Worker:
     def _compile(
         self, config: EngineConfig, device: jax.Device, params: dict[str, jax.ShapeDtypeStruct]
     ) -> tuple[EngineConfig, Programs, DeviceState]:
-        """Compiles the largest step, sizes the KV cache by what it needs, compiles the rest."""
+        """Compiles all programs, for a KV cache of the size that the largest step leaves room for.
+
+        Where the size does not hang on the step, all compile at once; else the largest goes first.
+        """
         platform = sizing.platform_of(device)
-        spec = StepSpec(
-            config.info, sizing.kv_cache_layout(config, platform), config.worker.attention
-        )
-        buckets = make_buckets(
-            config.scheduler.max_num_batched_tokens,
-            config.scheduler.max_num_seqs,
+        layout = sizing.kv_cache_layout(config, platform)
+        spec = StepSpec(config.info, layout, config.worker.attention)
+        scheduler = config.scheduler
+        *buckets, largest = make_buckets(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
             sizing.smallest_bucket(platform),
         )
         param_bytes = sum(p.size * p.dtype.itemsize for p in params.values())
         free_bytes = sizing.memory_limit_bytes(device) - param_bytes
+        rows_and_blocks = scheduler.max_num_seqs, sizing.blocks_per_sequence(config)
 
-        def state_for(config: EngineConfig) -> DeviceState:
-            return state_shapes(
-                spec,
-                config.scheduler.max_num_seqs,
-                sizing.blocks_per_sequence(config),
-                config.cache.num_kv_blocks,
-            )
+        def job(bucket: Bucket, num_blocks: int) -> Callable[[], jax.stages.Compiled]:
+            state = state_shapes(spec, *rows_and_blocks, num_blocks)
+            return functools.partial(warmup.compile_step, spec, bucket, params, state)
 
-        def compile_bucket(bucket: Bucket, config: EngineConfig) -> jax.stages.Compiled:
-            return warmup.compile_step(spec, bucket, params, state_for(config))
-
-        guess = sizing.resolve_num_kv_blocks(config, platform, free_bytes, step_temp_bytes=0)
-        largest = compile_bucket(buckets[-1], guess)
-        temp_bytes = largest.memory_analysis().temp_size_in_bytes
-        sized = sizing.resolve_num_kv_blocks(config, platform, free_bytes, temp_bytes)
-        if sized.cache.num_kv_blocks != guess.cache.num_kv_blocks:
-            largest = compile_bucket(buckets[-1], sized)
-        jobs = [functools.partial(compile_bucket, bucket, sized) for bucket in buckets[:-1]]
-        jobs.append(functools.partial(warmup.compile_writes, state_for(sized), EXTRA_WRITES))
+        blocks = sizing.size_kv_cache(config, platform, free_bytes, step_temp_bytes=0)
+        jobs = [job(largest, blocks.count)]
+        if blocks.depends_on_step:
+            temp_bytes = warmup.temp_bytes(jobs[0]())
+            blocks = sizing.size_kv_cache(config, platform, free_bytes, temp_bytes)
+            jobs = [job(largest, blocks.count)]
+        state = state_shapes(spec, *rows_and_blocks, blocks.count)
+        jobs += [job(bucket, blocks.count) for bucket in buckets]
+        jobs.append(functools.partial(warmup.compile_writes, state, EXTRA_WRITES))
         *steps, writes = warmup.run_parallel(jobs)
-        programs = Programs(dict(zip(buckets, [*steps, largest], strict=True)), writes)
-        return sized, programs, state_for(sized)
+        sizing.size_kv_cache(
+            config, platform, free_bytes, warmup.temp_bytes(steps[0])
+        )  # still fits
+        logger.info(
+            "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
+            blocks.count,
+            (blocks.count - 1) * config.cache.block_size,
+            blocks.count * blocks.bytes_per_block / 2**30,
+            blocks.reason,
+        )
+        programs = dict(zip([largest, *buckets], steps, strict=True))
+        in_order = {bucket: programs[bucket] for bucket in [*buckets, largest]}
+        config = replace(config, num_kv_blocks=blocks.count)
+        return config, Programs(in_order, writes), state

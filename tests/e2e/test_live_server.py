@@ -164,7 +164,12 @@ def test_fuzzed_bodies_never_give_a_500(server):
             assert status < 500, (path, body, answer)
             assert status == 200 or answer["error"]["message"], (path, body, answer)
     assert server.get("/health")[0] == 200
-    assert complete(server, prompt="Still there?", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+    assert (
+        complete(server, prompt="Still there?", max_tokens=2, ignore_eos=True)["usage"][
+            "completion_tokens"
+        ]
+        == 2
+    )
 
 
 def test_nothing_is_left_running(server):

@@ -102,7 +102,9 @@ def test_a_token_does_not_depend_on_the_batch():
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 2, (NUM_ROWS, VOCAB)).astype(np.float32)
     params = [
-        SamplingParams(max_tokens=8, seed=i * 2**33 + 1, top_k=i, top_p=1 - i / 20, temperature=i / 4)
+        SamplingParams(
+            max_tokens=8, seed=i * 2**33 + 1, top_k=i, top_p=1 - i / 20, temperature=i / 4
+        )
         for i in range(NUM_ROWS)
     ]
     positions = np.arange(20, 20 + NUM_ROWS, dtype=np.int32)
