@@ -19,9 +19,9 @@ from jaxtyping import Float, Int, Shaped
 # Physical axis order of (K, V) on each platform, in the letters of the logical axes.
 # L comes first and K before H: `read_tokens` and `write_tokens` rely on it.
 _AXES = {
-    "cpu": ("LPKSH", "LPKSH"),
-    "gpu": ("LPKSH", "LPKSH"),
-    "tpu": ("LPKSH", "LPKSH"),
+    "cpu": ("LPSKH", "LPSKH"),
+    "gpu": ("LPSKH", "LPSKH"),
+    "tpu": ("LPSKH", "LPSKH"),
 }
 _LOGICAL = "LPSKH"
 
@@ -209,7 +209,7 @@ def from_logical(
 
 def _token_index(
     axes: str, layer: int | Int[Array, ""], pages: Int[Array, " T"], slots: Int[Array, " T"]
-) -> tuple[int | slice | Array, ...]:
+) -> tuple[int | slice | Int[Array, "..."], ...]:
     """An index into a physical array that selects [T, K, H]."""
     where = {"L": layer, "P": pages, "S": slots, "K": slice(None), "H": slice(None)}
     return tuple(where[axis] for axis in axes)
