@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Float32, Int, Shaped
 
 # Physical axis order of (K, V) on each platform, in the letters of the logical axes.
 # L comes first and K before H: `read_tokens` and `write_tokens` rely on it.
@@ -121,14 +121,6 @@ class KVCacheLayout:
         """Pages of `kv_cache`, the null page included."""
         return kv_cache.k.shape[self.k_axes.index("P")]
 
-    def to_storage(self, stored: Shaped[Array, "*D"]) -> Shaped[Array, "*D"]:
-        """Elements of `dtype` as the cache's arrays hold them: the same bits."""
-        return jax.lax.bitcast_convert_type(stored, self.storage_dtype)
-
-    def from_storage(self, elements: Shaped[Array, "*D"]) -> Shaped[Array, "*D"]:
-        """Elements of the cache's arrays as `dtype`, the inverse of `to_storage`."""
-        return jax.lax.bitcast_convert_type(elements, self.dtype)
-
     def read_tokens(
         self,
         kv_cache: KVCache,
@@ -136,10 +128,10 @@ class KVCacheLayout:
         pages: Int[Array, " C"],
         slots: Int[Array, " C"],
     ) -> tuple[Shaped[Array, "C K H"], Shaped[Array, "C K H"]]:
-        """K and V, as stored, of C token places; `pages` and `slots` must be in range."""
+        """K and V, still encoded, of C token places; `pages` and `slots` must be in range."""
         k_index = _token_index(self.k_axes, layer, pages, slots)
         v_index = _token_index(self.v_axes, layer, pages, slots)
-        return self.from_storage(kv_cache.k[k_index]), self.from_storage(kv_cache.v[v_index])
+        return kv_cache.k[k_index], kv_cache.v[v_index]
 
     def write_tokens(
         self,
@@ -150,19 +142,21 @@ class KVCacheLayout:
         k: Shaped[Array, "T K H"],
         v: Shaped[Array, "T K H"],
     ) -> KVCache:
-        """Stores K and V (already encoded) of T tokens; drops those whose page is num_pages."""
+        """Stores encoded K and V of T tokens; drops those whose page is num_pages."""
         k_index = _token_index(self.k_axes, layer, pages, slots)
         v_index = _token_index(self.v_axes, layer, pages, slots)
         return KVCache(
-            kv_cache.k.at[k_index].set(self.to_storage(k), mode="drop"),
-            kv_cache.v.at[v_index].set(self.to_storage(v), mode="drop"),
+            kv_cache.k.at[k_index].set(k, mode="drop"), kv_cache.v.at[v_index].set(v, mode="drop")
         )
 
     def encode(
         self, values: Float[Array, "T K H"], scale: Float[Array, " K"] | None
     ) -> Shaped[Array, "T K H"]:
-        """What the cache stores for `values`: values / scale in float32, rounded to the nearest
-        even and saturated at the largest finite value of a quantized dtype."""
+        """What the cache's arrays hold for `values`.
+
+        That is values / scale in float32, rounded to the nearest even and saturated at the largest
+        finite value of a quantized dtype. Float8 comes as the bits: see `storage_dtype`.
+        """
         if self.dtype not in QUANTIZED_DTYPES:
             return values.astype(self.dtype)
         scaled = values.astype(jnp.float32)
@@ -171,24 +165,25 @@ class KVCacheLayout:
         if self.dtype == jnp.int8:
             return jnp.clip(jnp.round(scaled), -128, 127).astype(self.dtype)
         largest = float(jnp.finfo(self.dtype).max)
-        return jnp.clip(scaled, -largest, largest).astype(self.dtype)
+        saturated = jnp.clip(scaled, -largest, largest).astype(self.dtype)
+        return jax.lax.bitcast_convert_type(saturated, self.storage_dtype)
 
     def decode(
-        self, stored: Shaped[Array, "C K H"], scale: Float[Array, " K"] | None
-    ) -> Float[Array, "C K H"]:
-        """The float32 values that `stored` stands for: stored * scale."""
-        values = stored.astype(jnp.float32)
+        self, elements: Shaped[Array, "*C K H"], scale: Float[Array, " K"] | None
+    ) -> Float32[Array, "*C K H"]:
+        """The values, stored number * scale, that elements of the cache's arrays stand for."""
+        values = jax.lax.bitcast_convert_type(elements, self.dtype).astype(jnp.float32)
         return values if scale is None else values * scale[:, None]
 
 
 def to_logical(
     layout: KVCacheLayout, kv_cache: KVCache
 ) -> tuple[Shaped[Array, "L P S K H"], Shaped[Array, "L P S K H"]]:
-    """K and V as stored, not dequantized, with the logical axes; may copy the cache."""
+    """K and V in the layout's dtype, not scaled, with the logical axes; may copy the cache."""
 
     def logical(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
         array = jnp.transpose(array, [axes.index(axis) for axis in _LOGICAL])
-        return layout.from_storage(array)
+        return jax.lax.bitcast_convert_type(array, layout.dtype)
 
     return logical(kv_cache.k, layout.k_axes), logical(kv_cache.v, layout.v_axes)
 
@@ -202,7 +197,7 @@ def from_logical(
 
     def physical(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
         array = jnp.transpose(array, [_LOGICAL.index(axis) for axis in axes])
-        return layout.to_storage(array)
+        return jax.lax.bitcast_convert_type(array, layout.storage_dtype)
 
     return KVCache(physical(k, layout.k_axes), physical(v, layout.v_axes))
 

@@ -5,6 +5,7 @@ longer ones are cut into tiles of queries, and each tile loops over its own row'
 a running softmax (Milakov and Gimelshein, 2018), so nothing the size of a context is ever stored.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -22,10 +23,9 @@ _MASKED = -1e30  # finite, so that a wholly masked chunk gives weights that the 
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Serves every layout whose heads lie outside its slots."""
-    if (call.layout.k_axes, call.layout.v_axes) != ("LPKSH", "LPKSH"):
-        return f"reads pages of axes KSH, this layout has {call.layout.k_axes[2:]}"
-    return None
+    """Serves every layout that keeps all heads of a token together."""
+    axes = call.layout.k_axes, call.layout.v_axes
+    return None if axes == ("LPSKH", "LPSKH") else f"reads caches of axes LPSKH, not {axes}"
 
 
 class _Context(NamedTuple):
@@ -45,11 +45,11 @@ class _Context(NamedTuple):
 class _Softmax(NamedTuple):
     """A running softmax: the largest score, the sum of weights and the weighted values so far."""
 
-    peak: Float32[Array, "R K M"]
-    total: Float32[Array, "R K M"]
-    acc: Float32[Array, "R K M H"]
+    peak: Float32[Array, "B M"]
+    total: Float32[Array, "B M"]
+    acc: Float32[Array, "B M X"]
 
-    def output(self) -> Float32[Array, "R K M H"]:
+    def output(self) -> Float32[Array, "B M X"]:
         return self.acc / self.total[..., None]
 
 
@@ -115,35 +115,40 @@ def _decode_rows(
     kv_lens: Int32[Array, " R"],
     starts: Int32[Array, " R"],
 ) -> Float32[Array, "R N H"]:
-    """Attention of the one query of each row that has kv_lens > 0; other rows: unspecified."""
+    """Attention of the one query of each row that has kv_lens > 0; other rows: unspecified.
+
+    All KV heads of a token take part in one product, as X = K * H: a query is zero but for the part
+    of its own KV head. That is K times the multiplications, but pages are read as they lie, and
+    where this runs, reading them is what takes the time.
+    """
     layout = context.layout
-    num_rows, num_kv_heads = kv_lens.shape[0], layout.num_kv_heads
+    num_rows, num_heads, num_kv_heads = kv_lens.shape[0], q.shape[1], layout.num_kv_heads
     per_turn = max(1, min(_DECODE_CHUNK // layout.page_size, pages.shape[1]))
     chunk = per_turn * layout.page_size
-    queries = q[jnp.clip(starts, 0, q.shape[0] - 1)].reshape(num_rows, num_kv_heads, -1, q.shape[2])
-    # Padding rows may hold NaN; nothing of theirs may reach a live row, so no more is needed.
+    head_groups = jnp.arange(num_heads) // (num_heads // num_kv_heads)
+    is_own = (head_groups[:, None] == jnp.arange(num_kv_heads))[:, :, None]
+    queries = q[jnp.clip(starts, 0, q.shape[0] - 1)]
+    queries = jnp.where(is_own, queries[:, :, None], 0).reshape(num_rows, num_heads, -1)
 
     def turn(state: tuple[Int32[Array, ""], _Softmax]) -> tuple[Int32[Array, ""], _Softmax]:
         i, softmax = state
-        turn_pages = _table_slice(pages, i * per_turn, per_turn)
         at = i * chunk + jnp.arange(chunk)
-        is_stored = at < kv_lens[:, None]
-        keys, values = _read_pages(context, turn_pages, is_stored, q.dtype)
-        mask = is_stored
+        mask = at < kv_lens[:, None]
+        keys, values = _read_pages(context, pages, i * per_turn, per_turn, mask, q.dtype)
         if context.sliding_window is not None:
             mask &= at >= kv_lens[:, None] - context.sliding_window
-        mask = mask.reshape(num_rows, per_turn, 1, 1, layout.page_size)
-        return i + 1, _accumulate(context, softmax, queries, keys, values, mask)
+        keys, values = (a.reshape(num_rows, chunk, -1) for a in (keys, values))
+        return i + 1, _accumulate(context, softmax, queries, keys, values, mask[:, None])
 
     first = jnp.int32(0)
     if context.sliding_window is not None:
         window_starts = jnp.where(kv_lens > 0, kv_lens - context.sliding_window, 2**30)
         first = jnp.maximum(window_starts.min(), 0) // chunk
     last = -(-kv_lens.max() // chunk)
-    sinks = None if context.sinks is None else context.sinks.reshape(num_kv_heads, -1)
-    initial = _initial(queries.shape[:3], q.shape[2], sinks)
+    initial = _initial(queries.shape, context.sinks)
     _, softmax = jax.lax.while_loop(lambda state: state[0] < last, turn, (first, initial))
-    return softmax.output().reshape(num_rows, q.shape[1], q.shape[2])
+    out = softmax.output().reshape(num_rows, num_heads, num_kv_heads, layout.head_dim)
+    return jnp.where(is_own, out, 0).sum(axis=2)
 
 
 def _tile_rows(
@@ -186,22 +191,25 @@ def _attend_tile(
     """Attention of one row's queries at `positions` to all that the row has stored before them."""
     layout = context.layout
     tile, num_heads, head_dim = queries.shape
-    group = num_heads // layout.num_kv_heads
+    num_kv_heads = layout.num_kv_heads
+    group = num_heads // num_kv_heads
     per_turn = max(1, min(_TILE_CHUNK // layout.page_size, row_pages.shape[0]))
     chunk = per_turn * layout.page_size
-    queries = queries.reshape(tile, layout.num_kv_heads, group, head_dim)
-    queries = queries.transpose(1, 0, 2, 3).reshape(1, layout.num_kv_heads, -1, head_dim)
+    queries = queries.reshape(tile, num_kv_heads, group, head_dim)
+    queries = queries.transpose(1, 0, 2, 3).reshape(num_kv_heads, tile * group, head_dim)
     newest = positions.max()
 
     def turn(i: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
-        turn_pages = _table_slice(row_pages[None], i * per_turn, per_turn)
         at = i * chunk + jnp.arange(chunk)
-        keys, values = _read_pages(context, turn_pages, (at <= newest)[None], queries.dtype)
+        is_stored = (at <= newest)[None]
+        keys, values = _read_pages(
+            context, row_pages[None], i * per_turn, per_turn, is_stored, queries.dtype
+        )
+        keys, values = (a[0].transpose(1, 0, 2) for a in (keys, values))
         mask = at <= positions[:, None]
         if context.sliding_window is not None:
             mask &= at > positions[:, None] - context.sliding_window
-        mask = jnp.repeat(mask, group, axis=0)[None, None, None]
-        keys, values = _merge_pages(keys), _merge_pages(values)
+        mask = jnp.repeat(mask, group, axis=0)[None]
         return _accumulate(context, softmax, queries, keys, values, mask)
 
     first = jnp.int32(0)
@@ -209,82 +217,66 @@ def _attend_tile(
         first = jnp.maximum(newest - tile - context.sliding_window, 0) // chunk
     sinks = context.sinks
     if sinks is not None:
-        sinks = jnp.tile(sinks.reshape(layout.num_kv_heads, group), tile)
-    initial = _initial(queries.shape[:3], head_dim, sinks)
+        sinks = jnp.tile(sinks.reshape(num_kv_heads, group), tile)
+    initial = _initial(queries.shape, sinks)
     softmax = jax.lax.fori_loop(first, newest // chunk + 1, turn, initial)
-    new = softmax.output().reshape(layout.num_kv_heads, tile, group, head_dim)
+    new = softmax.output().reshape(num_kv_heads, tile, group, head_dim)
     return new.transpose(1, 0, 2, 3).reshape(tile, num_heads, head_dim)
 
 
-def _initial(
-    shape: tuple[int, ...], head_dim: int, sinks: Float32[Array, "..."] | None
-) -> _Softmax:
-    """Nothing seen yet but the sinks, which must broadcast to `shape`."""
-    acc = jnp.zeros((*shape, head_dim), jnp.float32)
+def _initial(shape: tuple[int, ...], sinks: Float32[Array, "..."] | None) -> _Softmax:
+    """Nothing seen yet but the sinks; `shape` is B, M, X and sinks broadcast to B, M."""
+    acc = jnp.zeros(shape, jnp.float32)
     if sinks is None:
-        return _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), acc)
-    return _Softmax(jnp.broadcast_to(sinks, shape), jnp.ones(shape), acc)
-
-
-def _table_slice(
-    pages: Int32[Array, "R B"], start: Int32[Array, ""], count: int
-) -> Int32[Array, "R {count}"]:
-    """Entries start..start + count of each row; past the end: any valid page."""
-    columns = jnp.minimum(start + jnp.arange(count), pages.shape[1] - 1)
-    return pages[:, columns]
+        return _Softmax(jnp.full(shape[:2], _MASKED), jnp.zeros(shape[:2]), acc)
+    return _Softmax(jnp.broadcast_to(sinks, shape[:2]), jnp.ones(shape[:2]), acc)
 
 
 def _read_pages(
     context: _Context,
-    pages: Int32[Array, "R n"],
+    pages: Int32[Array, "R B"],
+    start: Int32[Array, ""],
+    count: int,
     is_stored: Bool[Array, "R C"],
     dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "R n K S H"], Float[Array, "R n K S H"]]:
-    """K and V of whole pages, C = n * S tokens a row; V is zero where not `is_stored`."""
-    keys = _gather_pages(context.kv_cache.k, context.layer, pages)
-    values = _gather_pages(context.kv_cache.v, context.layer, pages)
+) -> tuple[Float[Array, "R C K H"], Float[Array, "R C K H"]]:
+    """K and V of pages start..start + count of each row, C tokens; past a row's table: any page.
+
+    V is zero where not `is_stored`. `pages` must be in range.
+    """
+    columns = jnp.minimum(start + jnp.arange(count), pages.shape[1] - 1)
+    read = functools.partial(_gather_pages, layer=context.layer, pages=pages[:, columns])
+    keys, values = read(context.kv_cache.k), read(context.kv_cache.v)
     if context.layout.dtype in QUANTIZED_DTYPES:
-        keys = _dequantize(keys, context.k_scale).astype(dtype)
-        values = _dequantize(values, context.v_scale).astype(dtype)
-    is_stored = is_stored.reshape(*pages.shape, 1, context.layout.page_size, 1)
-    return keys, jnp.where(is_stored, values, 0)
-
-
-def _dequantize(
-    stored: Shaped[Array, "R n K S H"], scale: Float32[Array, " K"] | None
-) -> Float32[Array, "R n K S H"]:
-    values = stored.astype(jnp.float32)
-    return values if scale is None else values * scale[:, None, None]
+        keys = context.layout.decode(keys, context.k_scale).astype(dtype)
+        values = context.layout.decode(values, context.v_scale).astype(dtype)
+    return keys, jnp.where(is_stored[:, :, None, None], values, 0)
 
 
 def _gather_pages(
-    cache: Shaped[Array, "L P K S H"], layer: int | Int32[Array, ""], pages: Int32[Array, "R n"]
-) -> Shaped[Array, "R n K S H"]:
-    """Pages of one layer, without a copy of that layer; `pages` must be in range."""
-    num_layers, num_pages = cache.shape[:2]
+    cache: Shaped[Array, "L P S K H"], layer: int | Int32[Array, ""], pages: Int32[Array, "R n"]
+) -> Shaped[Array, "R C K H"]:
+    """Pages of one layer, without a copy of that layer."""
+    num_layers, num_pages, _, num_kv_heads, head_dim = cache.shape
     flat = cache.reshape(num_layers * num_pages, *cache.shape[2:])
-    return flat.at[layer * num_pages + pages].get(mode="promise_in_bounds")
-
-
-def _merge_pages(pages: Float[Array, "R n K S H"]) -> Float[Array, "R 1 K C H"]:
-    """n pages as one large page, for products that are large enough to repay the copy."""
-    num_rows, per_row, num_kv_heads, page_size, head_dim = pages.shape
-    merged = pages.transpose(0, 2, 1, 3, 4)
-    return merged.reshape(num_rows, 1, num_kv_heads, per_row * page_size, head_dim)
+    gathered = flat.at[layer * num_pages + pages].get(mode="promise_in_bounds")
+    return gathered.reshape(pages.shape[0], -1, num_kv_heads, head_dim)
 
 
 def _accumulate(
     context: _Context,
     softmax: _Softmax,
-    queries: Float[Array, "R K M H"],
-    keys: Float[Array, "R n K S H"],
-    values: Float[Array, "R n K S H"],
-    mask: Bool[Array, "R n 1 m S"],
+    queries: Float[Array, "B M X"],
+    keys: Float[Array, "B C X"],
+    values: Float[Array, "B C X"],
+    mask: Bool[Array, "b m C"],
 ) -> _Softmax:
-    """One turn of the running softmax of M queries a row and KV head; `mask` broadcasts to M."""
+    """One turn of the running softmax over C more tokens; `mask` broadcasts to B, M."""
     dtype = jnp.promote_types(queries.dtype, keys.dtype)
 
-    def product(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
+    def product(
+        spec: str, a: Float[Array, "B M _"], b: Float[Array, "B C X"]
+    ) -> Float32[Array, "B M _"]:
         return jnp.einsum(
             spec,
             a.astype(dtype),
@@ -293,17 +285,15 @@ def _accumulate(
             preferred_element_type=jnp.float32,
         )
 
-    scores = context.scale * product("rkmh,rnksh->rnkms", queries, keys)
+    scores = context.scale * product("bmx,bcx->bmc", queries, keys)
     if context.soft_cap is not None:
         scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
     scores = jnp.where(mask, scores, _MASKED)
-    peak = jnp.maximum(softmax.peak, scores.max(axis=(1, 4)))
-    weights = jnp.exp(scores - peak[:, None, :, :, None])
+    peak = jnp.maximum(softmax.peak, scores.max(axis=-1))
+    weights = jnp.exp(scores - peak[..., None])
     faded = jnp.exp(softmax.peak - peak)
-    # Pages stay a batch axis of the product: contracted, they would have to be transposed first.
-    new = product("rnkms,rnksh->rnkmh", weights, values).sum(axis=1)
     return _Softmax(
         peak,
-        softmax.total * faded + weights.sum(axis=(1, 4)),
-        softmax.acc * faded[..., None] + new,
+        softmax.total * faded + weights.sum(axis=-1),
+        softmax.acc * faded[..., None] + product("bmc,bcx->bmx", weights, values),
     )
