@@ -83,7 +83,7 @@ def test_tokens_are_written_and_read_where_the_axes_say(axes, dtype):
     layout = KVCacheLayout.for_platform("cpu", 2, 3, 8, dtype, 4)
     layout = dataclasses.replace(layout, k_axes=axes[0], v_axes=axes[1])
     k, v = (_random_bits((2, 5, 4, 3, 8), dtype, seed) for seed in (0, 1))
-    new_k, new_v = (_random_bits((3, 3, 8), dtype, seed) for seed in (2, 3))
+    new_k, new_v = (_random_bits((3, 3, 8), layout.storage_dtype, seed) for seed in (2, 3))
     pages, slots = jnp.array([4, 2, 5]), jnp.array([3, 0, 1])  # page 5: dropped
 
     kv_cache = layout.write_tokens(
@@ -91,7 +91,7 @@ def test_tokens_are_written_and_read_where_the_axes_say(axes, dtype):
         *(1, pages, slots, jnp.asarray(new_k), jnp.asarray(new_v)),
     )
     for array, new in ((k, new_k), (v, new_v)):
-        array[1, 4, 3], array[1, 2, 0] = new[0], new[1]
+        array[1, 4, 3], array[1, 2, 0] = new.view(dtype)[:2]
     for got, want in zip(to_logical(layout, kv_cache), (k, v), strict=True):
         assert np.asarray(got).tobytes() == want.tobytes()
 
@@ -101,7 +101,8 @@ def test_tokens_are_written_and_read_where_the_axes_say(axes, dtype):
 
 
 def test_definition_does_not_depend_on_the_axis_order():
-    config = dataclasses.replace(CONFIGS["f32-over-bf16"], axes=("LPSKH", "LKPSH"))
+    config = dataclasses.replace(CONFIGS["f32-over-bf16"], axes=("LPKSH", "LKPSH"))
+    assert config.layout.k_axes != CONFIGS["f32-over-bf16"].layout.k_axes
     case = make_case(config, [RowPlan(5, 9), RowPlan(1, 20)], seed=0)
     harness.check(case, case.expected(), harness.run("reference", case))
 
@@ -112,8 +113,10 @@ def test_encode_keeps_every_float8(dtype):
     every = np.arange(256, dtype=np.uint8).view(layout.dtype)
     finite = every[np.isfinite(every.astype(np.float32))][:240].reshape(-1, 1, 16)
     scale = jnp.array([0.3], jnp.float32)
-    encoded = layout.encode(layout.decode(jnp.asarray(finite), scale), scale)
-    assert encoded.dtype == layout.dtype
+    decoded = layout.decode(jnp.asarray(finite.view(layout.storage_dtype)), scale)
+    np.testing.assert_allclose(decoded, finite.astype(np.float64) * 0.3, rtol=2**-22)
+    encoded = layout.encode(decoded, scale)
+    assert encoded.dtype == layout.storage_dtype
     assert np.asarray(encoded).tobytes() == finite.tobytes()
 
 
@@ -132,7 +135,7 @@ def test_encode_rounds_to_nearest_even_and_saturates(dtype):
     for scale in (None, jnp.array([0.25], jnp.float32)):
         stored = jax.jit(layout.encode)(values if scale is None else values * 0.25, scale)
         np.testing.assert_array_equal(
-            np.asarray(stored).astype(np.float32).ravel(),
+            np.asarray(stored).view(layout.dtype).astype(np.float32).ravel(),
             np.array(list(wanted.values()), np.float32),
         )
 
