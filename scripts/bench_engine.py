@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""What the engine costs around the jitted step: ratios, both sides measured in one run.
+
+    .venv/bin/python scripts/bench_engine.py [--rounds 3] [--concurrency 1,8,32] [serve flags...]
+
+Prints: start-up with an empty and a filled compilation cache; output tokens/s over HTTP beside the
+bare jitted step in a loop at the same batch and context; async beside synchronous scheduling.
+Rounds alternate between the sides, because the machine is shared; a ratio is of the medians.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+PROMPT_TOKENS = 32
+OUTPUT_TOKENS = 160
+MODEL = "smollm2-135m"
+
+
+class Server:
+    """A `jaxserve serve` on a free port; start_s is the time to /health 200."""
+
+    def __init__(self, flags: list[str]):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        started_s = time.monotonic()
+        command = [sys.executable, "-m", "jaxserve", "serve", MODEL, "--port", str(self.port)]
+        self._process = subprocess.Popen([*command, "--log-level=error", *flags])
+        while not self._is_healthy():
+            if self._process.poll() is not None:
+                raise SystemExit("the server did not start")
+            time.sleep(0.02)
+        self.start_s = time.monotonic() - started_s
+
+    def _is_healthy(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1) as client:
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return client.recv(64).startswith(b"HTTP/1.1 200")
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+@contextmanager
+def serving(flags: list[str]):
+    server = Server(flags)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+async def _stream(port: int, prompt: list[int]) -> list[float]:
+    """Arrival time of each token of one streamed completion."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": OUTPUT_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "skip_special_tokens": False,
+        }
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    stamps = []
+    while data := await reader.read(65536):
+        stamps += [time.perf_counter()] * data.count(b"data: {")
+    writer.close()
+    return stamps
+
+
+async def _streams(port: int, concurrency: int, seed: int) -> float:
+    """Output tokens/s while all streams decode: after the last one's first token, before the first
+    one's end."""
+    prompts = [
+        [(seed * 7919 + i * 131 + j * 17) % 40000 + 100 for j in range(PROMPT_TOKENS)]
+        for i in range(concurrency)
+    ]
+    stamps = await asyncio.gather(*(_stream(port, prompt) for prompt in prompts))
+    start, end = max(s[0] for s in stamps), min(s[-1] for s in stamps)
+    # Chunks may carry several tokens when the reader falls behind; every stream ends in full.
+    return sum(sum(start < t <= end for t in s) for s in stamps) / (end - start)
+
+
+def http_tokens_per_s(server: Server, concurrency: int, seed: int) -> float:
+    return asyncio.run(_streams(server.port, concurrency, seed))
+
+
+def bare_main(flags: list[str]) -> None:
+    """The other side, in a process of its own: answers each line on stdin with tokens/s."""
+    import jax
+    import numpy as np
+
+    from jaxserve import checkpoint
+    from jaxserve.cli_flags import config_from_kwargs
+    from jaxserve.config import resolve_for_model
+    from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
+    from jaxserve.worker.batch_mirror import StepInput
+    from jaxserve.worker.buckets import bucket_for
+    from jaxserve.worker.worker import Worker
+
+    pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
+    fields = {k: int(v) if v.isdigit() else v for k, v in pairs.items()}
+    config = config_from_kwargs(model=MODEL, executor="in_process", **fields)
+    info = checkpoint.load_model_info(checkpoint.resolve_model(MODEL))
+    worker = Worker(resolve_for_model(config, info))
+    block_size = worker.load().cache.block_size
+    runner = worker._runner
+    assert runner is not None
+    print("ready", flush=True)
+    for line in sys.stdin:
+        rows = int(line)
+        per_row = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // block_size)
+        admitted = [
+            AdmittedRow(
+                row,
+                [row * 131 + j * 17 + 100 for j in range(PROMPT_TOKENS)],
+                PROMPT_TOKENS,
+                0,
+                [1 + row * per_row + b for b in range(per_row)],
+                SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0),
+            )
+            for row in range(rows)
+        ]
+        for request in admitted:  # prefill one by one; those before sit out
+            counts = [n for row in range(request.row) for n in (row, 0)]
+            counts += [request.row, PROMPT_TOKENS]
+            runner.execute(SchedulerOutput(0, admitted=[request], num_tokens=counts))
+            runner.collect()
+        ones = np.ones(rows, np.int32)
+        empty = np.zeros(0, np.int32)
+        step = StepInput(
+            np.arange(rows, dtype=np.int32), ones, ones.astype(bool), -ones, empty, empty
+        )
+        bucket = bucket_for(runner._buckets, rows, rows)
+        buffer = np.empty(bucket.delta_len, np.int32)
+        step.fill(buffer, bucket, runner._num_lines)
+        upload = jax.device_put(buffer)
+        program = runner._programs.steps[bucket]
+        started_s = time.perf_counter()
+        for _ in range(OUTPUT_TOKENS - 1):
+            tokens, runner._state = program(runner._params, runner._state, upload)
+        tokens.block_until_ready()
+        print(rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s), flush=True)
+        # As the plans do not know of these steps, the rows are simply released.
+        release = SchedulerOutput(0, released_rows=list(range(rows)))
+        runner._mirror.apply(release)
+
+
+class Bare:
+    """The bare step's process."""
+
+    def __init__(self, flags: list[str]):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--bare", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "")},
+        )
+        assert self._readline() == "ready"
+
+    def _readline(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def tokens_per_s(self, rows: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{rows}\n")
+        self._process.stdin.flush()
+        return float(self._readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def bench_start(flags: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        times_s = []
+        for _ in range(3):
+            with serving([*flags, f"--compilation-cache-dir={directory}"]) as server:
+                times_s.append(server.start_s)
+    cold_s, warm_s = times_s[0], min(times_s[1:])
+    print(f"start to /health: cold {cold_s:.1f} s, warm {warm_s:.1f} s: {warm_s / cold_s:.2f}")
+
+
+def bench_rates(concurrencies: list[int], rounds: int, flags: list[str]) -> None:
+    bare = Bare(flags)
+    with serving(flags) as asynchronous, serving([*flags, "--no-async-scheduling"]) as synchronous:
+        print("concurrency   bare tok/s   HTTP async   HTTP sync   async/bare   async/sync")
+        for concurrency in concurrencies:
+            rates: list[tuple[float, float, float]] = []
+            for round_idx in range(rounds + 1):
+                seed = concurrency * 100 + round_idx
+                rates.append(
+                    (
+                        bare.tokens_per_s(concurrency),
+                        http_tokens_per_s(asynchronous, concurrency, seed),
+                        http_tokens_per_s(synchronous, concurrency, seed),
+                    )
+                )
+            step, with_async, without = (statistics.median(r) for r in zip(*rates[1:], strict=True))
+            print(
+                f"{concurrency:11} {step:12.1f} {with_async:12.1f} {without:11.1f} "
+                f"{with_async / step:12.3f} {with_async / without:12.3f}",
+                flush=True,
+            )
+    bare.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--skip-start", action="store_true")
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    options, flags = parser.parse_known_args()
+    concurrencies = [int(c) for c in options.concurrency.split(",")]
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    if options.bare:
+        bare_main(flags)
+        return
+    if not options.skip_start:
+        bench_start(flags)
+    bench_rates(concurrencies, options.rounds, flags)
+
+
+if __name__ == "__main__":
+    main()
