@@ -129,9 +129,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         str, Meta(description="Key that /v1 requests must bring; default: none.")
     ] = ""
-    max_body_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest request body, bytes.")
-    ] = 8 * 1024 * 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body, bytes.")] = (
+        8 * 1024 * 1024
+    )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log level.")
     ] = "info"
