@@ -18,6 +18,7 @@ from jaxserve.worker.batch_state import RowFields
 _TILE = 256  # vocabulary entries summed at once on the way to a draw
 
 
+@jax.jit  # traced once for all buckets of as many rows
 def sample(
     logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
 ) -> Int32[Array, " R"]:
