@@ -39,10 +39,12 @@ def test_greedy_tokens(greedy_outputs, idx):
             return  # from here on the texts may differ
 
 
-# One sigma of a logit's error, relative to the largest logit. float32: each of 60 residual
-# additions and each product of D = 576 inputs rounds at 2^-24: 2^-24 * sqrt(60) * sqrt(576) ~ 1e-5. bfloat16:
-# weight, input and residual of each of 60 blocks round at 2^-9, products accumulate in float32:
-# 2^-9 * sqrt(3 * 60) ~ 0.026. The worst of 96 logits lies within 2.5 sigma.
+# One sigma of a logit's error, relative to the largest logit.
+# float32: each of 60 residual additions and each product of D = 576 inputs rounds at 2^-24:
+# 2^-24 * sqrt(60) * sqrt(576) ~ 1e-5.
+# bfloat16: weight, input and residual of each of 60 blocks round at 2^-9, and products accumulate
+# in float32: 2^-9 * sqrt(3 * 60) ~ 0.026.
+# The worst of 96 logits lies within 2.5 sigma.
 @pytest.mark.parametrize(("dtype", "sigma"), [("float32", 1e-5), ("bfloat16", 0.026)])
 def test_first_logits(demo_worker, dtype, sigma):
     _, config = demo_worker
