@@ -1,0 +1,246 @@
+"""The model runner: tokens of random plans, more writes than a step holds, order, compilations."""
+
+import random
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.messages import SamplingParams
+from jaxserve.worker import model_runner
+from jaxserve.worker.buckets import Bucket
+from jaxserve.worker.model_runner import ModelRunner, Programs
+from tests.worker import tiny
+
+# So hot that another random number nearly always means another token.
+SEEDED = SamplingParams(max_tokens=99, temperature=5.0, top_k=50, top_p=0.98, seed=2**40 + 9)
+MAX_LEN = tiny.BLOCK_SIZE * tiny.BLOCKS_PER_ROW
+
+
+class Counted:
+    """A program that counts its calls."""
+
+    def __init__(self, program: jax.stages.Compiled):
+        self._program = program
+        self.count = 0
+
+    def __call__(self, *args: object) -> object:
+        self.count += 1
+        return self._program(*args)
+
+
+@pytest.fixture(autouse=True)
+def _small_extra_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one surplus takes several uploads."""
+    monkeypatch.setattr(model_runner, "EXTRA_WRITES", tiny.EXTRA_WRITES)
+
+
+def counted_programs(buckets: tuple[Bucket, ...] = tiny.BUCKETS) -> Programs:
+    """Programs that all tests share, with counters of their own."""
+    steps = {bucket: Counted(tiny.compiled_step(bucket)) for bucket in buckets}
+    return Programs(steps, Counted(tiny.compiled_writes()))
+
+
+def make_runner(programs: Programs | None = None) -> ModelRunner:
+    """A runner with an empty batch."""
+    return ModelRunner(
+        programs or counted_programs(),
+        tiny.params(),
+        tiny.fresh_state(),
+        tiny.BLOCKS_PER_ROW,
+        jax.local_devices()[0],
+    )
+
+
+def generate(
+    runner: ModelRunner,
+    prompt: list[int],
+    sampling: SamplingParams,
+    chunks: list[int],
+    row: int = 0,
+    num_tokens: int = 8,
+) -> list[int]:
+    """One request alone, its prompt in `chunks`."""
+    planner, tokens = tiny.Planner(), []
+    planner.admit(row, prompt, sampling)
+    for step in range(len(chunks) + num_tokens - 1):
+        plan, _ = planner.plan({row: chunks[step]} if step < len(chunks) else {})
+        runner.execute(plan)
+        tokens += runner.collect().sampled_token_ids
+    planner.release(row)
+    runner.execute(planner.plan()[0])
+    assert runner.collect().sampled_token_ids == []
+    return tokens
+
+
+# --- right tokens --------------------------------------------------------------------------------
+
+
+def random_counts(rng: random.Random, planner: tiny.Planner) -> dict[int, int]:
+    """What each row computes, within the larger bucket; rows that need much get chunks of it."""
+    budget, counts = tiny.LARGE.num_tokens, {}
+    for row in planner.rows:
+        count = rng.choice([0, 1, planner.missing(row), rng.randint(0, planner.missing(row))])
+        count = min(count, budget)
+        budget -= count
+        if count != 1:
+            counts[row] = count
+    return counts
+
+
+def test_random_plans_give_the_tokens_of_the_numpy_model():
+    """Rows come, sit out, end and come again; greedy requests, each known by its prompt."""
+    rng = random.Random(11)
+    runner, planner = make_runner(), tiny.Planner()
+    runner.warm_up()
+    sequences: dict[int, list[int]] = {}
+    finished: list[tuple[int, list[int]]] = []
+    prompt_lens: dict[int, int] = {}
+    for step in range(60):
+        for row in range(tiny.NUM_ROWS):
+            ends = row in planner.rows and rng.random() < 0.12
+            if ends or len(sequences.get(row, [])) > MAX_LEN - 2:
+                finished.append((prompt_lens[row], sequences.pop(row)))
+                planner.release(row)
+            if row not in planner.rows and rng.random() < 0.4:
+                sequences[row] = tiny.prompt(rng.randint(1, 20), seed=step * 10 + row)
+                prompt_lens[row] = len(sequences[row])
+                planner.admit(row, list(sequences[row]))
+        plan, sampling_rows = planner.plan(random_counts(rng, planner))
+        runner.execute(plan)
+        output = runner.collect()
+        assert output.step_id == plan.step_id
+        for row, token in zip(sampling_rows, output.sampled_token_ids, strict=True):
+            sequences[row].append(token)
+    finished += [(prompt_lens[row], tokens) for row, tokens in sequences.items()]
+    num_outputs = 0
+    for prompt_len, tokens in finished:
+        prompt, outputs = tokens[:prompt_len], tokens[prompt_len:]
+        assert outputs == tiny.greedy_tokens(prompt, len(outputs))
+        num_outputs += len(outputs)
+    assert num_outputs > 60 and len(finished) > 10
+
+
+@pytest.mark.parametrize("sampling", [tiny.GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_request_goes_on_in_another_row(sampling):
+    """As after a preemption: its output so far is given with the prompt."""
+    prompt = tiny.prompt(7)
+    whole = generate(
+        make_runner(counted_programs((tiny.SMALL,))), prompt, sampling, [7], num_tokens=8
+    )
+    runner, planner = make_runner(counted_programs((tiny.SMALL,))), tiny.Planner()
+    planner.admit(3, tiny.prompt(3))
+    planner.admit(2, prompt + whole[:3], sampling, num_prompt_tokens=7)
+    tokens = []
+    for counts in ({2: 5, 3: 3}, {2: 5}, {}, {}, {}, {}):
+        plan, rows = planner.plan(counts)
+        runner.execute(plan)
+        sampled = dict(zip(rows, runner.collect().sampled_token_ids, strict=True))
+        tokens += [sampled[2]] if 2 in sampled else []
+    assert tokens == whole[3:]
+
+
+# --- more writes than a bucket holds -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [tiny.GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_more_writes_than_the_bucket_holds(sampling):
+    prompt = tiny.prompt(20)
+    inside, outside = counted_programs((tiny.SMALL,)), counted_programs((tiny.LARGE,))
+    expected = generate(make_runner(inside), prompt, sampling, [8, 8, 4])
+    assert inside.writes.count == 0
+    # 9 fields and 5 blocks, or with stop ids 41 and 5; 8 writes ride on the step.
+    runner = make_runner(outside)
+    assert generate(runner, prompt, sampling, [20]) == expected
+    assert outside.writes.count == 1
+    stops = SamplingParams(
+        max_tokens=99,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        min_tokens=5,
+        stop_token_ids=(expected[2],),
+    )
+    barred = generate(runner, prompt, stops, [20], row=3)
+    assert outside.writes.count == 1 + 3
+    assert expected[2] not in barred[:5]
+    assert barred == generate(
+        make_runner(counted_programs((tiny.SMALL,))), prompt, stops, [8, 8, 4]
+    )
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def plans(num_steps: int) -> Iterator[tuple]:
+    """Two rows, one of which sits out every third step and never samples in the first two."""
+    planner = tiny.Planner()
+    planner.admit(1, tiny.prompt(7), SEEDED)
+    planner.admit(2, tiny.prompt(2))
+    yield planner.plan({1: 3, 2: 2})
+    yield planner.plan({1: 2})
+    yield planner.plan({1: 2})
+    for step in range(num_steps - 3):
+        yield planner.plan({1: 0} if step % 3 == 0 else {})
+
+
+def test_many_steps_are_dispatched_before_any_is_collected():
+    one_by_one, together = make_runner(), make_runner()
+    expected = []
+    for plan, _ in plans(16):
+        one_by_one.execute(plan)
+        expected.append(one_by_one.collect())
+    for plan, _ in plans(16):
+        together.execute(plan)
+    assert [together.collect() for _ in range(16)] == expected
+    assert [output.step_id for output in expected] == list(range(1, 17))
+    assert [len(o.sampled_token_ids) for o in expected[:6]] == [1, 1, 2, 1, 2, 2]
+
+
+def test_one_thread_executes_and_another_collects():
+    reference, runner = make_runner(), make_runner()
+    expected, collected = [], []
+    for plan, _ in plans(16):
+        reference.execute(plan)
+        expected.append(reference.collect())
+    thread = threading.Thread(
+        target=lambda: collected.extend(runner.collect() for _ in range(16)), daemon=True
+    )
+    thread.start()
+    for plan, _ in plans(16):
+        runner.execute(plan)
+    thread.join(timeout=60)
+    assert collected == expected
+
+
+# --- compilations --------------------------------------------------------------------------------
+
+
+def test_nothing_compiles_after_warm_up_and_what_does_is_counted():
+    programs = counted_programs()
+    runner = make_runner(programs)
+    runner.warm_up()
+    assert all(program.count == 1 for program in (*programs.steps.values(), programs.writes))
+    planner = tiny.Planner()
+    planner.admit(0, tiny.prompt(20))
+    planner.admit(3, tiny.prompt(2), SEEDED)
+    for counts in ({0: 17, 3: 2}, {0: 3}, {}):
+        runner.execute(planner.plan(counts)[0])
+        assert runner.collect().num_compiles == 0
+    assert programs.writes.count == 2 and programs.steps[tiny.LARGE].count == 2
+    jax.jit(lambda x: x * 3 + 17).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    runner.execute(planner.plan()[0])
+    assert runner.collect().num_compiles == 1
+
+
+def test_compilations_before_warm_up_do_not_count():
+    runner = make_runner()
+    runner.execute(tiny.Planner().plan()[0])
+    jax.jit(lambda x: x * 5 + 17).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    assert runner.collect().num_compiles == 0
+    runner.warm_up()
+    runner.execute(tiny.Planner().plan()[0])
+    assert runner.collect().num_compiles == 0
