@@ -127,7 +127,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="Port to listen on.")] = 8000
     api_key: Annotated[
-        str, Meta(description="Key that /v1 requests must bring; default: none.")
+        str,
+        Meta(description="Key that clients must bring, but for /health, /version and /metrics."),
     ] = ""
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body, bytes.")] = (
         8 * 1024 * 1024

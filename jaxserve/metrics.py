@@ -76,7 +76,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""
         stats = self.stats
-        usage = stats.num_used_kv_blocks / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+        usage = stats.num_used_kv_blocks / max(1, stats.num_kv_blocks - 1)  # without the null block
         for name, text, value in (
             ("num_requests_running", "Sequences in the running batch.", stats.num_running),
             ("num_requests_waiting", "Sequences that wait to be scheduled.", stats.num_waiting),

@@ -5,11 +5,12 @@
 
 Prints: start-up with an empty and a filled compilation cache; output tokens/s over HTTP beside the
 bare jitted step in a loop at the same batch and context; async beside synchronous scheduling.
-Rounds alternate between the sides, because the machine is shared; a ratio is of the medians.
+The machine is shared: a ratio is of the medians over rounds.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 PROMPT_TOKENS = 32
@@ -33,6 +33,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        self._num_calls = 0
         started_s = time.monotonic()
         command = [sys.executable, "-m", "jaxserve", "serve", MODEL, "--port", str(self.port)]
         self._process = subprocess.Popen([*command, "--log-level=error", *flags])
@@ -50,22 +51,18 @@ class Server:
         except OSError:
             return False
 
+    def tokens_per_s(self, concurrency: int) -> float:
+        """Over HTTP; every call has prompts of its own, so that nothing is cached."""
+        self._num_calls += 1
+        return asyncio.run(_streams(self.port, concurrency, self._num_calls))
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
 
 
-@contextmanager
-def serving(flags: list[str]):
-    server = Server(flags)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 async def _stream(port: int, prompt: list[int]) -> list[float]:
-    """Arrival time of each token of one streamed completion."""
+    """Arrival times of the chunks of one streamed completion of OUTPUT_TOKENS tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(
         {
@@ -88,20 +85,15 @@ async def _stream(port: int, prompt: list[int]) -> list[float]:
 
 
 async def _streams(port: int, concurrency: int, seed: int) -> float:
-    """Output tokens/s while all streams decode: after the last one's first token, before the first
-    one's end."""
+    """Output tokens/s from the first token of any stream to the last of all; the prefill of those
+    that start later is in it."""
     prompts = [
         [(seed * 7919 + i * 131 + j * 17) % 40000 + 100 for j in range(PROMPT_TOKENS)]
         for i in range(concurrency)
     ]
     stamps = await asyncio.gather(*(_stream(port, prompt) for prompt in prompts))
-    start, end = max(s[0] for s in stamps), min(s[-1] for s in stamps)
-    # Chunks may carry several tokens when the reader falls behind; every stream ends in full.
-    return sum(sum(start < t <= end for t in s) for s in stamps) / (end - start)
-
-
-def http_tokens_per_s(server: Server, concurrency: int, seed: int) -> float:
-    return asyncio.run(_streams(server.port, concurrency, seed))
+    span_s = max(s[-1] for s in stamps) - min(s[0] for s in stamps)
+    return concurrency * (OUTPUT_TOKENS - 1) / span_s
 
 
 def bare_main(flags: list[str]) -> None:
@@ -198,34 +190,34 @@ def bench_start(flags: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         times_s = []
         for _ in range(3):
-            with serving([*flags, f"--compilation-cache-dir={directory}"]) as server:
-                times_s.append(server.start_s)
+            server = Server([*flags, f"--compilation-cache-dir={directory}"])
+            times_s.append(server.start_s)
+            server.close()
     cold_s, warm_s = times_s[0], min(times_s[1:])
     print(f"start to /health: cold {cold_s:.1f} s, warm {warm_s:.1f} s: {warm_s / cold_s:.2f}")
 
 
 def bench_rates(concurrencies: list[int], rounds: int, flags: list[str]) -> None:
-    bare = Bare(flags)
-    with serving(flags) as asynchronous, serving([*flags, "--no-async-scheduling"]) as synchronous:
-        print("concurrency   bare tok/s   HTTP async   HTTP sync   async/bare   async/sync")
-        for concurrency in concurrencies:
-            rates: list[tuple[float, float, float]] = []
-            for round_idx in range(rounds + 1):
-                seed = concurrency * 100 + round_idx
-                rates.append(
-                    (
-                        bare.tokens_per_s(concurrency),
-                        http_tokens_per_s(asynchronous, concurrency, seed),
-                        http_tokens_per_s(synchronous, concurrency, seed),
-                    )
-                )
-            step, with_async, without = (statistics.median(r) for r in zip(*rates[1:], strict=True))
-            print(
-                f"{concurrency:11} {step:12.1f} {with_async:12.1f} {without:11.1f} "
-                f"{with_async / step:12.3f} {with_async / without:12.3f}",
-                flush=True,
-            )
-    bare.close()
+    """Every round starts all sides anew, in another order: where a process's memory happens to lie
+    changes its speed by several percent for as long as it lives."""
+    sides = {"bare": [], "async": [], "sync": ["--no-async-scheduling"]}
+    rates = {(side, c): [] for side in sides for c in concurrencies}
+    for round_idx in range(rounds):
+        order = list(sides)[round_idx % 3 :] + list(sides)[: round_idx % 3]
+        for side in order:
+            with contextlib.closing(
+                Bare(flags) if side == "bare" else Server([*flags, *sides[side]])
+            ) as running:
+                for concurrency in concurrencies:
+                    running.tokens_per_s(concurrency)  # the first one is not counted
+                    rates[side, concurrency].append(running.tokens_per_s(concurrency))
+    print("concurrency   bare tok/s   HTTP async   HTTP sync   async/bare   async/sync")
+    for concurrency in concurrencies:
+        bare, with_async, without = (statistics.median(rates[s, concurrency]) for s in sides)
+        print(
+            f"{concurrency:11} {bare:12.1f} {with_async:12.1f} {without:11.1f} "
+            f"{with_async / bare:12.3f} {with_async / without:12.3f}"
+        )
 
 
 def main() -> None:

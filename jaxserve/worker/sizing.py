@@ -171,37 +171,49 @@ def size_kv_cache(
     bytes_per_block = kv_cache_layout(config, platform).bytes_per_page
     needed = blocks_per_sequence(config) + 1
     budget = int(free_bytes * cache.memory_utilization) - step_temp_bytes
-    limit = cache.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if platform == "cpu" else budget)
+    room = max(0, budget) // bytes_per_block
+    flag = None  # what the operator set, and its largest value
+    depends_on_step = False
     if cache.num_kv_blocks:
-        blocks = KVBlocks(cache.num_kv_blocks, bytes_per_block, "--num-kv-blocks", False)
-    elif limit < budget:
-        reason = f"{limit / _GIB:.2f} GiB for the KV cache"
-        blocks = KVBlocks(limit // bytes_per_block, bytes_per_block, reason, False)
+        room = max(0, free_bytes - step_temp_bytes) // bytes_per_block
+        wanted, reason = cache.num_kv_blocks, "--num-kv-blocks"
+        flag = f"--num-kv-blocks {room}"
+    elif cache.kv_cache_memory_bytes:
+        wanted = cache.kv_cache_memory_bytes // bytes_per_block
+        reason = f"--kv-cache-memory-bytes {cache.kv_cache_memory_bytes}"
+        flag = f"--kv-cache-memory-bytes {room * bytes_per_block}"
+    elif platform == "cpu" and budget > _CPU_CACHE_BYTES:
+        wanted = _CPU_CACHE_BYTES // bytes_per_block
+        reason = f"{_CPU_CACHE_BYTES / _GIB:.2f} GiB, the default on a CPU"
     else:
+        wanted, depends_on_step = room, True
         reason = (
             f"{free_bytes / _GIB:.2f} GiB free x {cache.memory_utilization} - "
             f"{step_temp_bytes / _GIB:.2f} GiB for the largest step"
         )
-        blocks = KVBlocks(max(0, budget) // bytes_per_block, bytes_per_block, reason, True)
-    most = max(0, free_bytes - step_temp_bytes) // bytes_per_block
-    if most >= needed and blocks.count > most:
+    count = min(wanted, room)
+    cut = f" and {flag}" if flag and wanted > room else ""
+    if count < needed:
+        raise _too_long(config, needed, count, bytes_per_block, cut)
+    if cut:
         raise UserError(
-            f"--num-kv-blocks {blocks.count} needs {blocks.count * bytes_per_block / _GIB:.2f} GiB,"
-            f" but {most * bytes_per_block / _GIB:.2f} GiB are free.",
-            fix=f"Use --num-kv-blocks {most} or less.",
+            f"{reason} asks for {wanted * bytes_per_block / _GIB:.2f} GiB of KV cache, but there "
+            f"is room for {room * bytes_per_block / _GIB:.2f} GiB.",
+            fix=f"Use {flag} or less.",
         )
-    if min(blocks.count, most) < needed:
-        raise _too_long(config, needed, dataclasses.replace(blocks, count=min(blocks.count, most)))
-    return blocks
+    return KVBlocks(count, bytes_per_block, reason, depends_on_step)
 
 
-def _too_long(config: EngineConfig, needed: int, blocks: KVBlocks) -> UserError:
-    fits = max(0, blocks.count - 1) * config.cache.block_size
+def _too_long(
+    config: EngineConfig, needed: int, count: int, bytes_per_block: int, cut: str
+) -> UserError:
+    """The longest sequence needs more blocks than `count`; `cut` names what else must shrink."""
+    fits = max(0, count - 1) * config.cache.block_size
     return UserError(
         f"--max-model-len {config.model.max_model_len} needs {needed} KV blocks "
-        f"({needed * blocks.bytes_per_block / _GIB:.2f} GiB), but there is room for "
-        f"{blocks.count} ({blocks.reason}).",
-        fix=f"Use --max-model-len {fits}, or give the KV cache more memory."
+        f"({needed * bytes_per_block / _GIB:.2f} GiB), but there is room for {count} "
+        f"({count * bytes_per_block / _GIB:.2f} GiB).",
+        fix=f"Use --max-model-len {fits}{cut}, or give the KV cache more memory."
         if fits
         else "Give the KV cache more memory, or use a smaller model.",
     )

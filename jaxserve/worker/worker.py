@@ -53,9 +53,14 @@ class Worker:
         config = sizing.resolve_for_device(self._config, device)
 
         shapes = param_shapes(config.info, jnp.dtype(config.model.dtype))
+        param_bytes = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
+        free_bytes = sizing.memory_limit_bytes(device) - param_bytes
+        sizing.size_kv_cache(
+            config, platform, free_bytes, step_temp_bytes=0
+        )  # before the long work
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             loading = pool.submit(load_params, config.info, jnp.dtype(config.model.dtype), device)
-            config, programs, state = self._compile(config, device, shapes)
+            config, programs, state = self._compile(config, platform, free_bytes, shapes)
             params = loading.result()
         self._runner = ModelRunner(
             programs,
@@ -80,13 +85,16 @@ class Worker:
         return self._runner.collect()
 
     def _compile(
-        self, config: EngineConfig, device: jax.Device, params: dict[str, jax.ShapeDtypeStruct]
+        self,
+        config: EngineConfig,
+        platform: str,
+        free_bytes: int,
+        params: dict[str, jax.ShapeDtypeStruct],
     ) -> tuple[EngineConfig, Programs, DeviceState]:
         """Compiles all programs, for a KV cache of the size that the largest step leaves room for.
 
         Where the size does not hang on the step, all compile at once; else the largest goes first.
         """
-        platform = sizing.platform_of(device)
         layout = sizing.kv_cache_layout(config, platform)
         spec = StepSpec(config.info, layout, config.worker.attention)
         scheduler = config.scheduler
@@ -95,27 +103,27 @@ class Worker:
             scheduler.max_num_seqs,
             sizing.smallest_bucket(platform),
         )
-        param_bytes = sum(p.size * p.dtype.itemsize for p in params.values())
-        free_bytes = sizing.memory_limit_bytes(device) - param_bytes
         rows_and_blocks = scheduler.max_num_seqs, sizing.blocks_per_sequence(config)
 
         def job(bucket: Bucket, num_blocks: int) -> Callable[[], jax.stages.Compiled]:
             state = state_shapes(spec, *rows_and_blocks, num_blocks)
             return functools.partial(warmup.compile_step, spec, bucket, params, state)
 
-        blocks = sizing.size_kv_cache(config, platform, free_bytes, step_temp_bytes=0)
-        jobs = [job(largest, blocks.count)]
+        def compile_all(num_blocks: int) -> list[jax.stages.Compiled]:
+            """The largest step, the other steps, the writes."""
+            state = state_shapes(spec, *rows_and_blocks, num_blocks)
+            jobs = [job(bucket, num_blocks) for bucket in (largest, *buckets)]
+            jobs.append(functools.partial(warmup.compile_writes, state, EXTRA_WRITES))
+            return warmup.run_parallel(jobs)
+
+        size = functools.partial(sizing.size_kv_cache, config, platform, free_bytes)
+        blocks = size(step_temp_bytes=0)
         if blocks.depends_on_step:
-            temp_bytes = warmup.temp_bytes(jobs[0]())
-            blocks = sizing.size_kv_cache(config, platform, free_bytes, temp_bytes)
-            jobs = [job(largest, blocks.count)]
-        state = state_shapes(spec, *rows_and_blocks, blocks.count)
-        jobs += [job(bucket, blocks.count) for bucket in buckets]
-        jobs.append(functools.partial(warmup.compile_writes, state, EXTRA_WRITES))
-        *steps, writes = warmup.run_parallel(jobs)
-        sizing.size_kv_cache(
-            config, platform, free_bytes, warmup.temp_bytes(steps[0])
-        )  # still fits
+            blocks = size(warmup.temp_bytes(job(largest, blocks.count)()))
+        programs = compile_all(blocks.count)
+        sized = size(warmup.temp_bytes(programs[0]))
+        if sized.count < blocks.count:  # the step leaves less than the platform's default
+            blocks, programs = sized, compile_all(sized.count)
         logger.info(
             "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
             blocks.count,
@@ -123,7 +131,8 @@ class Worker:
             blocks.count * blocks.bytes_per_block / 2**30,
             blocks.reason,
         )
-        programs = dict(zip([largest, *buckets], steps, strict=True))
-        in_order = {bucket: programs[bucket] for bucket in [*buckets, largest]}
+        largest_step, *steps, writes = programs
+        in_order = dict(zip([*buckets, largest], [*steps, largest_step], strict=True))
         config = replace(config, num_kv_blocks=blocks.count)
+        state = state_shapes(spec, *rows_and_blocks, blocks.count)
         return config, Programs(in_order, writes), state

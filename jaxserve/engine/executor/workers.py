@@ -29,7 +29,7 @@ from jaxserve.messages import (
 
 _PLAN_RING_BYTES = 1 << 22
 _RESULT_RING_BYTES = 1 << 18
-_STOP_TIMEOUT_S = 2.0
+_STOP_TIMEOUT_S = 1.0
 
 
 class WorkersExecutor:
