@@ -59,6 +59,7 @@ class BatchMirror:
     """
 
     def __init__(self, max_num_seqs: int, max_blocks_per_row: int):
+        self._max_blocks_per_row = max_blocks_per_row
         self._num_columns = num_columns(max_blocks_per_row)
         self._is_live = np.zeros(max_num_seqs, bool)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
@@ -103,6 +104,7 @@ class BatchMirror:
             admitted.sampling, admitted.num_prompt_tokens, admitted.num_computed_tokens
         )
         num_blocks = len(admitted.block_ids)
+        assert num_blocks <= self._max_blocks_per_row, f"row {row} gets {num_blocks} blocks"
         writes = np.empty((2, len(fields) + num_blocks), np.int32)
         line = row * self._num_columns
         writes[0, : len(fields)] = line + np.arange(len(fields))
@@ -118,6 +120,8 @@ class BatchMirror:
         for i, row in enumerate(new_blocks[::2]):
             writes[0, i] = row * self._num_columns + NUM_FIELDS + self._num_blocks[row]
             self._num_blocks[row] += 1
+            assert self._is_live[row], f"row {row} gets a block but is not live"
+            assert self._num_blocks[row] <= self._max_blocks_per_row, f"row {row} has no place left"
         return writes
 
     def _token_ids(

@@ -104,7 +104,7 @@ def unpack_delta(buffer: Int32[Array | np.ndarray, " D"], bucket: Bucket) -> Ste
 
 
 class RowFields(NamedTuple):
-    """The lines of a step's rows, by column; padding rows hold some live row's values."""
+    """The lines of a step's rows, by column; padding rows hold what the last line holds."""
 
     last_token: Int32[Array, " R"]
     num_computed: Int32[Array, " R"]

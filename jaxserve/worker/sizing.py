@@ -75,7 +75,8 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
     if not config.cache.block_size:
         derive("block_size", defaults.block_size, on_platform)
     if not config.scheduler.max_num_seqs:
-        derive("max_num_seqs", defaults.max_num_seqs, on_platform)
+        most = config.scheduler.max_num_batched_tokens or defaults.max_num_seqs
+        derive("max_num_seqs", min(most, defaults.max_num_seqs), on_platform)
     if not config.scheduler.max_num_batched_tokens:
         wanted = max(defaults.max_num_batched_tokens, config.scheduler.max_num_seqs)
         derive("max_num_batched_tokens", wanted, on_platform)

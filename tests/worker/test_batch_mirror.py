@@ -253,6 +253,8 @@ def admitted(row: int, num_tokens: int = 3) -> AdmittedRow:
             SchedulerOutput(8, released_rows=[1], num_tokens=[1, 1]),
             "step 8 computes tokens that no live row has",
         ),
+        (SchedulerOutput(8, new_blocks=[0, 5]), "row 0 gets a block but is not live"),
+        (SchedulerOutput(8, new_blocks=[1, 5] * BLOCKS_PER_ROW), "row 1 has no place left"),
     ],
 )
 def test_impossible_plans_are_refused(plan, message):

@@ -81,10 +81,13 @@ def test_what_is_given_is_kept(caplog):
     assert resolved.scheduler.max_num_batched_tokens == 5000
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 0}])
-def test_fewer_tokens_than_rows_is_refused_with_a_number_that_works(changes):
+def test_few_tokens_derive_few_rows():
+    config = replace(CONFIG, max_num_seqs=0, max_num_batched_tokens=16)
+    assert resolve_for_device(config, fake_device("cpu")).scheduler.max_num_seqs == 16
+
+
+def test_fewer_tokens_than_rows_is_refused_with_a_number_that_works():
     config = replace(CONFIG, max_num_seqs=48, max_num_batched_tokens=16)
-    config = replace(config, **changes)
     with pytest.raises(UserError) as caught:
         resolve_for_device(config, fake_device("cpu"))
     assert "--max-num-batched-tokens 16 is less than --max-num-seqs" in caught.value.problem
