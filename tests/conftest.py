@@ -1,6 +1,7 @@
 """What every test gets: JAX on the CPU, a compilation cache that outlives the run, the model."""
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from jaxserve.checkpoint.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
+
+# A run in the background of a shell ignores Ctrl-C, and so would the programs that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Read by jax when a test first imports it, and by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -198,7 +198,7 @@ class FakeCoreClient:
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=2,
-            num_kv_blocks=8,
+            num_kv_blocks=9,
             num_used_kv_blocks=2,
             num_preemptions=4,
             prefix_cache_queries=50,
