@@ -66,7 +66,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     """KV cache: blocks, their number, prefix sharing."""
 
     block_size: Annotated[
-        int, Meta(ge=0, description="Tokens in a KV block; 0: what suits the platform.")
+        int, Meta(ge=0, le=4096, description="Tokens in a KV block; 0: what suits the platform.")
     ] = 0
     num_kv_blocks: Annotated[
         int, Meta(ge=0, description="KV blocks; 0: as many as the measured free memory holds.")
@@ -86,10 +86,10 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """How much runs at once, and in which order."""
 
     max_num_seqs: Annotated[
-        int, Meta(ge=0, description="Most requests in a step; 0: what suits the platform.")
+        int, Meta(ge=0, le=4096, description="Most requests in a step; 0: what suits the platform.")
     ] = 0
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=0, description="Most tokens in a step; 0: what suits the platform.")
+        int, Meta(ge=0, le=2**17, description="Most tokens in a step; 0: what suits the platform.")
     ] = 0
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Meta(description="Order of waiting requests.")
@@ -188,7 +188,7 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     """Derives what follows from the checkpoint.
 
     Raises:
-      UserError: `--max-model-len` is longer than the model's positions.
+      UserError: `--max-model-len` is longer than the model's positions, or below 2.
     """
     limit = info.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
@@ -196,6 +196,11 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         raise UserError(
             f"--max-model-len {max_model_len} is longer than the model's limit of {limit} tokens.",
             fix=f"Use --max-model-len {limit} or less.",
+        )
+    if max_model_len < 2:
+        raise UserError(
+            f"--max-model-len {max_model_len} leaves no room for a prompt and an output.",
+            fix=f"Use --max-model-len {limit}, or any from 2.",
         )
     return replace(
         config,

@@ -40,7 +40,7 @@ def make_report() -> dict[str, Any]:
         report["devices"] = _devices()
         report["attention"] = _attention()
         report["hint"] = _unused_accelerator(report["devices"])
-    except RuntimeError as e:  # what JAX raises when a platform cannot start
+    except (RuntimeError, AssertionError) as e:  # what JAX raises when a platform cannot start
         report["problem"] = f"JAX cannot start: {' '.join(str(e).split())}"
     return report
 

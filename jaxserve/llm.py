@@ -8,12 +8,12 @@ import msgspec
 from tqdm import tqdm
 
 from jaxserve import checkpoint
-from jaxserve.config import EngineConfig, resolve_for_model
+from jaxserve.config import EngineConfig, ServerConfig, resolve_for_model
 from jaxserve.engine.core_client import InProcClient
 from jaxserve.engine.detokenizer import DetokenizerFactory
 from jaxserve.engine.input_processor import COMPLETION_MAX_TOKENS, InputProcessor, SequenceRequest
 from jaxserve.engine.output_processor import OutputProcessor, RequestOutput
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, UserError
 from jaxserve.messages import EngineCoreOutputs
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
@@ -62,6 +62,12 @@ class LLM:
     def __init__(self, model: str, **config_fields: Any):
         from jaxserve.cli_flags import config_from_kwargs
 
+        for name in config_fields:
+            if name in ServerConfig.__struct_fields__ or name == "scheduling_policy":
+                raise UserError(
+                    f"LLM({name}=...) has no effect: it belongs to `jaxserve serve`.",
+                    fix=f"Leave {name} out.",
+                )
         config = config_from_kwargs(**{"model": model, "executor": "in_process"} | config_fields)
         path = checkpoint.resolve_model(model)
         config = resolve_for_model(config, checkpoint.load_model_info(path))

@@ -103,7 +103,7 @@ def test_every_field_by_flag_yaml_and_keyword(served, tmp_path, flag):
         (["m", "--port", "65536"], "--port 65536 is not valid", "such as --port 8000"),
         (["m", "--port", "-5"], "--port -5 is not valid", "such as --port 8000"),
         (["m", "--port", "80.5"], "--port 80.5 is not valid", "a whole number"),
-        (["m", "--max-num-seqs", "-1"], "--max-num-seqs -1 is not valid", "0 or more"),
+        (["m", "--max-num-seqs", "-1"], "--max-num-seqs -1 is not valid", "from 0 to 4096"),
         (["m", "--seed", str(2**63)], f"--seed {2**63} is not valid", "a whole number"),
         (["m", "--memory-utilization", "0"], "0 is not valid", "above 0 and up to 1"),
         (["m", "--memory-utilization", "1.01"], "1.01 is not valid", "above 0 and up to 1"),

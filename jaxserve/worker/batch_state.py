@@ -104,7 +104,7 @@ def unpack_delta(buffer: Int32[Array | np.ndarray, " D"], bucket: Bucket) -> Ste
 
 
 class RowFields(NamedTuple):
-    """The lines of a step's rows, by column; padding rows hold what the last line holds."""
+    """The lines of a step's rows, by column; padding rows are all zeros."""
 
     last_token: Int32[Array, " R"]
     num_computed: Int32[Array, " R"]
@@ -119,8 +119,8 @@ class RowFields(NamedTuple):
 
 
 def read_rows(table: Int32[Array, "lines C"], rows: Int32[Array, " R"]) -> RowFields:
-    """Gathers and decodes the lines of `rows`; a line past the end reads the last one."""
-    lines = table.at[rows].get(mode="clip")
+    """Gathers and decodes the lines of `rows`; a line past the end is all zeros: greedy."""
+    lines = table.at[rows].get(mode="fill", fill_value=0)
 
     def floats(field: Field) -> Float32[Array, " R"]:
         return jax.lax.bitcast_convert_type(lines[:, field], jnp.float32)

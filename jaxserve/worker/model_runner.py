@@ -73,19 +73,22 @@ class ModelRunner:
         self._num_lines = state.table.shape[0]
         self._mirror = BatchMirror(self._num_lines, max_blocks_per_row)
         self._in_flight: queue.SimpleQueue[_InFlight] = queue.SimpleQueue()
-        self._compiles: CompileCounter | None = None
+        self._compiles = CompileCounter()
 
     def warm_up(self) -> None:
-        """Runs each program once on nothing, then starts to count compilations."""
+        """Runs each program once on nothing."""
         empty = np.zeros(0, np.int32)
         nothing = StepInput(empty, empty, empty.astype(bool), empty, empty, empty)
         self._write(empty, empty)
         for bucket in self._buckets:
             jax.block_until_ready(self._dispatch(nothing, bucket))
-        self._compiles = CompileCounter()
 
     def execute(self, plan: SchedulerOutput) -> None:
-        """Starts one step; returns before it is done."""
+        """Starts one step; returns before it is done. What compiles here is counted."""
+        with self._compiles:
+            self._execute(plan)
+
+    def _execute(self, plan: SchedulerOutput) -> None:
         step = self._mirror.apply(plan)
         bucket = bucket_for(self._buckets, len(step.token_ids), len(step.rows))
         surplus = len(step.values) - bucket.num_writes
@@ -102,8 +105,7 @@ class ModelRunner:
         """Waits for the oldest step that was not collected yet."""
         step_id, tokens, samples = self._in_flight.get()
         sampled = np.asarray(tokens)[: len(samples)][samples]
-        num_compiles = self._compiles.count if self._compiles else 0
-        return ModelRunnerOutput(step_id, sampled.tolist(), num_compiles)
+        return ModelRunnerOutput(step_id, sampled.tolist(), self._compiles.count)
 
     def _dispatch(self, step: StepInput, bucket: Bucket) -> Int32[Array, " R"]:
         buffer = np.empty(bucket.delta_len, np.int32)

@@ -61,7 +61,8 @@ def _draw_rows(
     scaled = jax.lax.optimization_barrier(scaled - scaled.max(axis=-1, keepdims=True))
     threshold = jnp.where(rows.min_p > 0, jnp.log(rows.min_p), -jnp.inf)
 
-    has_top_k = (rows.top_k > 0) & (rows.top_k < logits.shape[1])
+    is_random = rows.temperature > 0
+    has_top_k = is_random & (rows.top_k > 0) & (rows.top_k < logits.shape[1])
     threshold = jax.lax.cond(
         has_top_k.any(),
         lambda: jnp.where(
@@ -69,7 +70,7 @@ def _draw_rows(
         ),
         lambda: threshold,
     )
-    has_top_p = rows.top_p < 1
+    has_top_p = is_random & (rows.top_p < 1)
     threshold = jax.lax.cond(
         has_top_p.any(),
         lambda: jnp.where(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from pathlib import Path
 
 import jax
@@ -41,6 +42,31 @@ _DEFAULTS = {
     "gpu": _PlatformDefaults(64, 256, 2048, 16, "bfloat16", "the matrix units' type"),
     "tpu": _PlatformDefaults(128, 256, 2048, 16, "bfloat16", "the matrix units' type"),
 }
+
+
+def find_device() -> tuple[jax.Device, str]:
+    """The first local device and its platform.
+
+    Raises:
+      UserError: JAX cannot start, or starts on a platform that nothing here is made for.
+    """
+    # JAX would keep a quarter of a GPU's memory from us; --memory-utilization says how much to use.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    try:
+        device = jax.local_devices()[0]
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"JAX cannot start (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}): "
+            f"{' '.join(str(error).split()) or type(error).__name__}.",
+            fix="Install JAX for the device, or set JAX_PLATFORMS=cpu.",
+        ) from error
+    platform = platform_of(device)
+    if platform not in _DEFAULTS:
+        raise UserError(
+            f"JAX runs on platform {platform!r}, which jaxserve does not serve.",
+            fix=f"Set JAX_PLATFORMS to one of {', '.join(_DEFAULTS)}.",
+        )
+    return device, platform
 
 
 def platform_of(device: jax.Device) -> str:
@@ -127,10 +153,19 @@ def _resolve_attention(config: EngineConfig, platform: str) -> str:
 
 
 def memory_limit_bytes(device: jax.Device) -> int:
-    """Bytes the device can still give: free memory, for a CPU within its container's limit."""
+    """Bytes the device can still give: free memory, for a CPU within its container's limit.
+
+    Raises:
+      UserError: an accelerator that does not say.
+    """
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
+    if platform_of(device) != "cpu":
+        raise UserError(
+            f"Device {device.device_kind} does not say how much memory it has.",
+            fix="Leave XLA_PYTHON_CLIENT_ALLOCATOR unset.",
+        )
     available = psutil.virtual_memory().available
     if _CGROUP_LIMIT.is_file():
         text = _CGROUP_LIMIT.read_text().strip()
@@ -195,7 +230,7 @@ def size_kv_cache(
     count = min(wanted, room)
     cut = f" and {flag}" if flag and wanted > room else ""
     if count < needed:
-        raise _too_long(config, needed, count, bytes_per_block, cut)
+        raise _too_long(config, needed, count, room, bytes_per_block, cut)
     if cut:
         raise UserError(
             f"{reason} asks for {wanted * bytes_per_block / _GIB:.2f} GiB of KV cache, but there "
@@ -206,15 +241,25 @@ def size_kv_cache(
 
 
 def _too_long(
-    config: EngineConfig, needed: int, count: int, bytes_per_block: int, cut: str
+    config: EngineConfig, needed: int, count: int, room: int, bytes_per_block: int, cut: str
 ) -> UserError:
-    """The longest sequence needs more blocks than `count`; `cut` names what else must shrink."""
+    """The longest sequence needs more blocks than `count`, which is at most `room`.
+
+    cut: what else must shrink, for the fix.
+    """
     fits = max(0, count - 1) * config.cache.block_size
+    if fits > 1:
+        fix = f"Use --max-model-len {fits}{cut}, or give the KV cache more memory."
+    elif config.cache.num_kv_blocks and needed <= room:
+        fix = f"Use --num-kv-blocks {needed} or more."
+    else:
+        fix = (
+            "Give the KV cache more memory, use a smaller --max-num-batched-tokens, or a smaller "
+            "model."
+        )
     return UserError(
         f"--max-model-len {config.model.max_model_len} needs {needed} KV blocks "
         f"({needed * bytes_per_block / _GIB:.2f} GiB), but there is room for {count} "
         f"({count * bytes_per_block / _GIB:.2f} GiB).",
-        fix=f"Use --max-model-len {fits}{cut}, or give the KV cache more memory."
-        if fits
-        else "Give the KV cache more memory, or use a smaller model.",
+        fix=fix,
     )

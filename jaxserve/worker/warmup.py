@@ -4,6 +4,8 @@ import concurrent.futures
 import logging
 import os
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
+from jaxserve.errors import UserError
 from jaxserve.worker.batch_state import apply_writes
 from jaxserve.worker.buckets import Bucket
 from jaxserve.worker.step import DeviceState, StepSpec, forward, sample_and_advance, step
@@ -21,20 +24,46 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Counts compilations in this process from its making on."""
+    """Counts what is compiled inside its `with` blocks, by the thread that is in one."""
+
+    _active = threading.local()
 
     def __init__(self) -> None:
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _COMPILE_EVENT:
-            self.count += 1
+    def __enter__(self) -> None:
+        self._active.counter = self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._active.counter = None
+
+    @classmethod
+    def on_event(cls, event: str, duration_secs: float, **_: str | int) -> None:
+        """jax calls this for everything it measures."""
+        counter = getattr(cls._active, "counter", None)
+        if counter is not None and event == _COMPILE_EVENT:
+            counter.count += 1
             logger.warning("Compiled something after warm-up (%.2f s)", duration_secs)
 
 
+jax.monitoring.register_event_duration_secs_listener(CompileCounter.on_event)
+
+
 def use_compilation_cache(directory: Path) -> None:
-    """Makes jax keep every program it compiles under `directory`."""
+    """Makes jax keep every program it compiles under `directory`.
+
+    Raises:
+      UserError: nothing can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--compilation-cache-dir {directory} cannot be written to: {error.strerror}.",
+            fix="Use a directory of your own; without one, every start compiles everything.",
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -93,7 +122,8 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.stages.Compiled:
-    return jax.jit(function, donate_argnums=donate).lower(*args).compile()
+    with jax.enable_x64(False):  # whatever the program around an LLM has chosen
+        return jax.jit(function, donate_argnums=donate).lower(*args).compile()
 
 
 def _buffer_shape(bucket: Bucket) -> jax.ShapeDtypeStruct:
@@ -111,7 +141,7 @@ def run_parallel(
             concurrent.futures.as_completed(futures),
             total=len(futures),
             desc="Compiling",
-            disable=not sys.stderr.isatty(),
+            disable=not (sys.stderr.isatty() or "ipykernel" in sys.modules),
         )
         for _ in progress:
             pass

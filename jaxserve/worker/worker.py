@@ -47,8 +47,7 @@ class Worker:
         directory = self._config.worker.compilation_cache_dir or str(cache_dir() / "xla")
         self._config = replace(self._config, compilation_cache_dir=directory)
         warmup.use_compilation_cache(Path(directory))
-        device = jax.local_devices()[0]
-        platform = sizing.platform_of(device)
+        device, platform = sizing.find_device()
         logger.info("Device: %s (%s)", device.device_kind, platform)
         config = sizing.resolve_for_device(self._config, device)
 
@@ -119,7 +118,9 @@ class Worker:
         size = functools.partial(sizing.size_kv_cache, config, platform, free_bytes)
         blocks = size(step_temp_bytes=0)
         if blocks.depends_on_step:
-            blocks = size(warmup.temp_bytes(job(largest, blocks.count)()))
+            # What a step needs does not depend on the cache's size: measured with the smallest one.
+            smallest = sizing.blocks_per_sequence(config) + 1
+            blocks = size(warmup.temp_bytes(job(largest, smallest)()))
         programs = compile_all(blocks.count)
         sized = size(warmup.temp_bytes(programs[0]))
         if sized.count < blocks.count:  # the step leaves less than the platform's default

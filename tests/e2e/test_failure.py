@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
@@ -32,8 +33,9 @@ def server(tmp_path):
         yield running
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def left_behind() -> set[str]:
+    """Names in shared memory, and directories of sockets."""
+    return {*os.listdir("/dev/shm"), *(n for n in os.listdir(gettempdir()) if "jaxserve" in n)}
 
 
 @contextlib.contextmanager
@@ -50,6 +52,7 @@ def open_stream(server: LiveServer) -> Iterator[http.client.HTTPResponse]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_everything(server, number):
     family = server.family()
+    before = left_behind()
     with open_stream(server):
         if number == signal.SIGINT:
             os.killpg(server.process.pid, number)  # Ctrl-C reaches the whole group
@@ -57,11 +60,12 @@ def test_signals_end_everything(server, number):
             server.process.send_signal(number)
         assert wait_gone(server, family, 5) == 0, server.log
     assert "Traceback" not in server.log
+    assert left_behind() <= before
 
 
 @pytest.mark.parametrize("victim", ["core_process", "worker_process"])
 def test_a_killed_process_fails_requests_loudly(tmp_path, victim):
-    before = shared_memory()
+    before = left_behind()
     with live_server(tmp_path / "log", *SMALL) as server:
         family = server.family()
         answers = []
@@ -83,7 +87,7 @@ def test_a_killed_process_fails_requests_loudly(tmp_path, victim):
         assert status == 503 and b"SIGKILL" in health
         assert wait_gone(server, family, 10) == 1, server.log
         assert "SIGKILL" in server.log.strip().splitlines()[-1]
-    assert shared_memory() <= before
+    assert left_behind() <= before
 
 
 def run_serve(*arguments: str, timeout_s: float = 60) -> tuple[int, list[str]]:

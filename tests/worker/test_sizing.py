@@ -241,7 +241,7 @@ def apply_fix(config: EngineConfig, error: UserError) -> EngineConfig | None:
         ({}, 5, "--max-model-len 12,"),
         ({}, 2, "Give the KV cache more memory"),
         ({}, 0, "Give the KV cache more memory"),
-        ({"num_kv_blocks": 1}, 100, "Give the KV cache more memory"),
+        ({"num_kv_blocks": 1}, 100, "Use --num-kv-blocks 9"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_number_that_does(changes, free_blocks, flag):
@@ -278,7 +278,7 @@ quantities = st.integers(0, 60).map(lambda n: n * BLOCK_BYTES // 2)
         st.tuples(quantities, st.just(0)),
         st.tuples(st.just(0), st.integers(1, 40)),
     ),
-    max_model_len=st.integers(1, 100),
+    max_model_len=st.integers(2, 100),
     utilization=st.sampled_from([0.5, 1.0]),
     platform=st.sampled_from(["cpu", "gpu"]),
 )

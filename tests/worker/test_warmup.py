@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.errors import UserError
 from jaxserve.worker import warmup
+from jaxserve.worker.model_runner import state_shapes
 from jaxserve.worker.warmup import CompileCounter
+from tests.worker import tiny
 
 _CACHE_OPTIONS = (
     "jax_compilation_cache_dir",
@@ -27,18 +30,36 @@ def compiled(factor: int) -> jax.stages.Compiled:
 
 
 def test_each_compilation_is_counted_and_logged(caplog):
+    zeros = jnp.zeros(4)
     compiled(1001)
-    counter = CompileCounter()
-    assert counter.count == 0
-    program = compiled(1002)
-    assert counter.count == 1
-    program(jnp.zeros(4)).block_until_ready()
-    count_with_zeros = counter.count  # jnp.zeros may be new to this process
-    program(jnp.zeros(4)).block_until_ready()
-    assert counter.count == count_with_zeros
-    jax.jit(lambda x: x * 1003)(jnp.zeros(4))
-    assert counter.count == count_with_zeros + 1
-    assert sum("Compiled something after warm-up" in r.message for r in caplog.records) >= 2
+    counter, other = CompileCounter(), CompileCounter()
+    with counter:
+        program = compiled(1002)
+        assert counter.count == 1
+        program(zeros).block_until_ready()
+        assert counter.count == 1
+        jax.jit(lambda x: x * 1003)(zeros)
+        thread = threading.Thread(target=compiled, args=(1004,))  # somebody else's
+        thread.start()
+        thread.join()
+    compiled(1005)
+    assert (counter.count, other.count) == (2, 0)
+    assert sum("Compiled something after warm-up" in r.message for r in caplog.records) == 2
+
+
+def test_a_cache_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="--compilation-cache-dir"):
+        warmup.use_compilation_cache(tmp_path / "file" / "cache")
+
+
+def test_programs_do_not_depend_on_x64():
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tiny.params())
+    state = state_shapes(tiny.SPEC, tiny.NUM_ROWS, tiny.BLOCKS_PER_ROW, tiny.NUM_BLOCKS)
+    with jax.enable_x64(True):
+        program = warmup.compile_step(tiny.SPEC, tiny.SMALL, params, state)
+    tokens, _ = program.out_info
+    assert tokens.dtype == jnp.int32
 
 
 def test_jobs_run_side_by_side_and_come_back_in_order(monkeypatch, caplog):

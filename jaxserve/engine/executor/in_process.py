@@ -1,6 +1,8 @@
 """The executor that runs one worker in the engine core's own process."""
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from jaxserve.config import EngineConfig
@@ -72,7 +74,11 @@ class InProcessExecutor:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in one line: a UserError's problem, else its type and text."""
+    """An exception in one line: a UserError's problem, else its type and text, and the place of an
+    assertion, which may have no text."""
     if isinstance(error, UserError):
         return error.problem
-    return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = isinstance(error, AssertionError) and frames
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if is_ours else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

@@ -351,7 +351,9 @@ def _poll(events: dict[int, int], deadline_s: float | None) -> list[int]:
     poller = select.poll()
     for fd, event in events.items():
         poller.register(fd, event)
-    timeout_ms = None if deadline_s is None else max(0.0, deadline_s - time.monotonic()) * 1000
+    timeout_ms = None
+    if deadline_s is not None:  # poll() takes 32 bits
+        timeout_ms = min(max(0.0, deadline_s - time.monotonic()) * 1000, 2**31 - 1)
     ready = [fd for fd, _ in poller.poll(timeout_ms)]
     if not ready:
         raise TimeoutError("nothing happened on the ring buffer in time")

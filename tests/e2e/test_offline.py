@@ -1,0 +1,17 @@
+"""The offline class on the real model: the same tokens as the goldens, nothing compiles."""
+
+from jaxserve import LLM, SamplingParams
+from tests.e2e.engine import GOLDENS
+
+
+def test_generate_and_chat():
+    golden = next(g for g in GOLDENS["prompts"] if g["name"] == "english")
+    sizes = {"max_model_len": 256, "num_kv_blocks": 40, "max_num_batched_tokens": 16}
+    with LLM("smollm2-135m", dtype="float32", forbid_compile=True, **sizes) as llm:
+        greedy = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+        (by_text,) = llm.generate(golden["text"], greedy)
+        (by_ids,) = llm.generate([golden["prompt_ids"]], greedy)
+        assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids == golden["output_ids"]
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        (answer,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=20))
+        assert "Paris" in answer.text and answer.outputs[0].finish_reason == "stop"
