@@ -151,6 +151,8 @@ def _checked(
     flag: Flag, value: object, *, label: str, spell: Callable[[Flag], str] | None = None
 ) -> object:
     """`value`, if it is valid for `flag`; an int is taken for a float."""
+    if value == "":  # such as --api-key "$UNSET"
+        raise UserError(f"{label.strip()} is empty.", fix=f"Give {flag.allowed}, or leave it out.")
     if flag.type is float and type(value) is int and abs(value) <= _MAX_INT:
         value = float(value)
     if not flag.is_valid(value):
@@ -189,10 +191,17 @@ def _read_config_file(path: Path, flags: Mapping[str, Flag]) -> dict[str, object
         raise UserError(
             f"--config {path} cannot be read: {e.strerror}.", fix="Give the path of a YAML file."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except RecursionError:
+        raise UserError(
+            f"--config {path} is nested too deeply.",
+            fix="Write one 'name: value' a line, such as 'port: 8000'.",
+        ) from None
+    except (yaml.YAMLError, ValueError) as e:  # no UTF-8, or no such date
         mark = getattr(e, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(e, "problem", None) or "it is not UTF-8 text"
+        reason = getattr(e, "problem", None) or " ".join(str(e).split())
+        if isinstance(e, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
         raise UserError(
             f"--config {path}{where} is not valid YAML: {reason}.",
             fix="Write one 'name: value' a line, such as 'port: 8000'.",

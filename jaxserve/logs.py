@@ -14,7 +14,7 @@ def setup_logging(level: str, process: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", "%H:%M:%S")
+        logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]

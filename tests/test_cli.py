@@ -99,6 +99,7 @@ def test_every_field_by_flag_yaml_and_keyword(served, tmp_path, flag):
         (["m", "--por", "1"], "--por is not a flag", "Did you mean --port?"),
         (["m", "--zzzzz"], "--zzzzz is not a flag", "'jaxserve serve --help' lists them."),
         (["--model", "m"], "--model is not a flag", "jaxserve serve MODEL"),
+        (["m", "--api-key", ""], "--api-key is empty", "leave it out"),
         (["m", "--port", "0"], "--port 0 is not valid", "a whole number from 1 to 65535"),
         (["m", "--port", "65536"], "--port 65536 is not valid", "such as --port 8000"),
         (["m", "--port", "-5"], "--port -5 is not valid", "such as --port 8000"),

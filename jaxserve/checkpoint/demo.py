@@ -55,8 +55,20 @@ def find_or_fetch(source: Source = SMOLLM2) -> Path:
 
 
 def cache_dir() -> Path:
-    """The place in the user's cache directory for all that jaxserve keeps."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The place in the user's cache directory for all that jaxserve keeps.
+
+    Raises:
+      UserError: the user has no home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise UserError(
+                "There is no home directory to keep compiled programs and models in.",
+                fix="Set HOME or XDG_CACHE_HOME to a directory that can be written to.",
+            ) from error
     return Path(base) / "jaxserve"
 
 

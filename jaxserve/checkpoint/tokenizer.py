@@ -67,7 +67,8 @@ class Tokenizer:
 
         add_special_tokens: also add those that the checkpoint puts around every text (bos).
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` would hold the GIL, and with it every other thread.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""

@@ -53,14 +53,13 @@ _UNSUPPORTED_BY_ALL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-UNSUPPORTED_IN_CHAT: Final = _UNSUPPORTED_BY_ALL | {
+_UNSUPPORTED_CHAT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
@@ -71,7 +70,24 @@ UNSUPPORTED_IN_CHAT: Final = _UNSUPPORTED_BY_ALL | {
     "verbosity": (),
     "web_search_options": (),
 }
-UNSUPPORTED_IN_COMPLETIONS: Final = _UNSUPPORTED_BY_ALL | {"best_of": (1,), "logprobs": ()}
+# An option of one route is refused on the other, where it would do nothing.
+UNSUPPORTED_IN_CHAT: Final = (
+    _UNSUPPORTED_BY_ALL
+    | _UNSUPPORTED_CHAT_OPTIONS
+    | {"best_of": (1,), "logprobs": (False,), "prompt": ()}
+)
+UNSUPPORTED_IN_COMPLETIONS: Final = (
+    _UNSUPPORTED_BY_ALL
+    | _UNSUPPORTED_CHAT_OPTIONS
+    | {
+        "add_generation_prompt": (),
+        "best_of": (1,),
+        "chat_template_kwargs": ({},),
+        "logprobs": (),
+        "max_completion_tokens": (),
+        "messages": (),
+    }
+)
 
 
 class StreamOptions(Struct, frozen=True):

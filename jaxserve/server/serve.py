@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import logging
+import re
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxserve import __version__, checkpoint
 from jaxserve.checkpoint.tokenizer import Tokenizer
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 _DEAD_GRACE_S = 2.0
 _CONNECTION_GRACE_S = 1
 _KEEP_ALIVE_S = 60
+_BACKLOG = 2048  # connections that wait to be accepted
+_UPGRADE_HEADER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _WILDCARD_HOSTS = ("", "0.0.0.0", "::")
 
 
@@ -89,6 +93,18 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def listen(listener: socket.socket, host: str, port: int) -> None:
+    """Makes a bound socket listen; of two servers that bound the same port, the second fails here.
+
+    Raises:
+      UserError: the port was taken since `bind`.
+    """
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _bind_error(host, port, error) from error
+
+
 def _bind_error(host: str, port: int, error: OSError) -> UserError:
     if error.errno == errno.EADDRINUSE:
         return UserError(
@@ -112,6 +128,13 @@ def _free_port(host: str, taken: int) -> int:
     return 8000 if taken != 8000 else 8080
 
 
+class _Protocol(HttpToolsProtocol):
+    """Ignores `Upgrade`, as a server may (RFC 9110, 7.8); the parser would stop before the body."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(_UPGRADE_HEADER.sub(b"\r\nignored:", data))
+
+
 class _UvicornServer(uvicorn.Server):
     """A uvicorn server that leaves signals to us and says when it listens."""
 
@@ -119,7 +142,7 @@ class _UvicornServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -197,7 +220,12 @@ async def _run(
     stop: asyncio.Event,
     started_s: float,
 ) -> int:
-    """Serves with a ready engine until it dies or `stop` is set."""
+    """Serves with a ready engine until it dies or `stop` is set.
+
+    Raises:
+      UserError: the port was taken while the engine started.
+    """
+    listen(listener, config.server.host, config.server.port)
     metrics = ServerMetrics(config.model.served_model_name)
     output_processor = OutputProcessor(
         DetokenizerFactory(tokenizer.backend), metrics, config.info.eos_token_ids
@@ -226,7 +254,7 @@ async def _run(
         logger.info("stopping")
     llm.close()
     server.should_exit = True
-    await asyncio.gather(_finish(serving, config), client.shutdown())
+    await asyncio.gather(serving, client.shutdown())
     context.renderer.close()
     dying.cancel()
     stopping.cancel()
@@ -235,18 +263,6 @@ async def _run(
         return 0
     logger.error("the engine died: %s", llm.dead_error)
     return 1
-
-
-async def _finish(serving: asyncio.Task[None], config: EngineConfig) -> None:
-    """Waits for the server's end.
-
-    Raises:
-      UserError: it could not listen, since the port was taken while the engine started.
-    """
-    try:
-        await serving
-    except OSError as error:
-        raise _bind_error(config.server.host, config.server.port, error) from error
 
 
 def _log_ready(config: EngineConfig, started_s: float) -> None:

@@ -100,7 +100,9 @@ def run_serve(*arguments: str, timeout_s: float = 60) -> tuple[int, list[str]]:
         timeout=timeout_s,
     )
     assert "Traceback" not in done.stderr, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]
+    lines = [
+        line for line in done.stderr.splitlines() if not re.match(r"\d{4}-\d\d-\d\d \d\d:", line)
+    ]
     return done.returncode, lines
 
 

@@ -190,6 +190,7 @@ ASKING: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "json_schema": "{}",
     "length_penalty": 2,
+    "chat_template_kwargs": {"x": 1},
     "logit_bias": {"5": -100},
     "modalities": ["text", "audio"],
     "presence_penalty": -0.5,

@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from jaxserve.checkpoint import load_tokenizer
 from jaxserve.errors import UserError
-from jaxserve.server.serve import bind
+from jaxserve.server.serve import bind, listen
 from tests.conftest import ROOT
 
 _TIMEOUT_S = 30
@@ -217,3 +218,38 @@ def test_a_bound_socket_refuses_until_it_listens() -> None:
             socket.create_connection(("127.0.0.1", port))
         listener.listen()
         socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_of_two_servers_on_one_port_the_second_says_so():
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        port = first.getsockname()[1]
+        listen(first, "127.0.0.1", port)
+        with pytest.raises(UserError, match=f"--port {port} is taken"):
+            listen(second, "127.0.0.1", port)
+
+
+def test_a_wish_to_upgrade_is_ignored() -> None:
+    with serving("SlowWorker") as server, httpx.Client(base_url=server.url) as client:
+        server.wait_for_log("try: curl")
+        headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
+        response = client.post("/v1/completions", json=body(max_tokens=2), headers=headers)
+        assert response.status_code == 200, response.text
+
+
+def test_a_long_text_does_not_stop_other_threads() -> None:
+    """`tokenizers` lets go of the GIL in `encode_batch` only."""
+    tokenizer = load_tokenizer(ROOT / "tests" / "goldens" / "tiny_llama")
+    gaps, last = [0.0], time.perf_counter()
+    thread = threading.Thread(
+        target=tokenizer.encode, args=("word " * 400_000,), kwargs={"add_special_tokens": False}
+    )
+    started_s = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    took_s = time.perf_counter() - started_s
+    assert took_s > 0.1, "too short a text to tell"
+    assert max(gaps) < took_s / 2, (max(gaps), took_s)
