@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 sys.path.insert(0, str(GOLDENS))
-from texts import CORPUS, PROMPTS, TOKENIZER_STRINGS  # noqa: E402
+from texts import CORPUS, PROMPTS, TOKENIZER_STRINGS  # noqa: E402  (found through the line above)
 
 NUM_NEW_TOKENS = 64
 NUM_TOP_LOGITS = 32

@@ -63,7 +63,7 @@ class ChatTemplate:
 class _Generation(Extension):
     """`{% generation %}...{% endgeneration %}` marks what a model writes; it renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

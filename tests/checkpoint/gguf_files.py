@@ -81,7 +81,8 @@ def tiny_weights() -> dict[str, np.ndarray]:
     out = {}
     for shard in TINY_LLAMA.glob("*.safetensors"):
         with safetensors.safe_open(shard, framework="numpy") as file:
-            out |= {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()  # the file itself cannot be looped over
+            out |= {name: file.get_tensor(name).astype(np.float32) for name in names}
     return out
 
 
