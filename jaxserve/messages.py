@@ -1,18 +1,23 @@
 """Every message that crosses a process boundary.
 
-    API server --EngineInput--> engine core --SchedulerOutput--> worker
-    API server <-EngineOutput-- engine core <-WorkerOutput------ worker
+    API server --EngineInput--> engine core --WorkerInput---> worker
+    API server <-EngineOutput-- engine core <-WorkerOutput-- worker
 
 All are frozen, array-like msgspec structs: new fields go at the end, with a default.
 """
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 FLOAT_EPS = 1e-5
 MAX_STOP_TOKEN_IDS = 32
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LEN = 8
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PROCESSOR_ARGS = 4
 
 
 class FinishReason(enum.IntEnum):
@@ -36,6 +41,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     min_tokens: stop token ids cannot be sampled before this many output tokens.
     stop_token_ids: the model's end-of-sequence ids (unless ignore_eos) and the request's own; at
         most MAX_STOP_TOKEN_IDS.
+    presence_penalty, frequency_penalty: of the output so far; 0 is off.
+    repetition_penalty: of prompt and output; 1 is off.
+    logit_bias: (token id, what is added to its logit); at most MAX_LOGIT_BIAS pairs, ids differ.
+    allowed_token_ids: nothing else can be sampled; None is everything.
+    bad_words: token sequences that the output never completes; at most MAX_BAD_WORDS, each of 1 to
+        MAX_BAD_WORD_LEN tokens.
+    logits_processors: (name of an installed processor, its arguments), in order of application.
+    logprobs: how many of the likeliest tokens are reported with each output token, whose own
+        log-probability is reported too; None is none at all, -1 is the whole vocabulary.
+        Log-probabilities are those of the model's own logits, before any option changes them.
+    logprob_token_ids: tokens whose log-probabilities are reported with each output token; at most
+        MAX_LOGPROB_TOKEN_IDS.
+    prompt_logprobs: as logprobs, for the tokens of the prompt from the second; never -1.
+    pooling: instead of text, one vector made of the prompt's hidden states: of the "last" token, of
+        the first ("cls"), or their "mean". The token sampled beside it means nothing.
     """
 
     max_tokens: int
@@ -46,6 +66,26 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     seed: int = 0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logits_processors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    pooling: Literal["", "last", "mean", "cls"] = ""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change what is sampled next."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
 
 # --- API server -> engine core -------------------------------------------------------------------
@@ -57,6 +97,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     arrival_time_s: seconds since the epoch.  priority: lower runs first (policy "priority").
     cache_salt: isolates this request's prefix cache entries from requests with another salt.
     client_idx: which API server gets the outputs.
+    grammar: what the output must match, as llguidance's JSON (a grammar list); None is anything.
     """
 
     request_id: str
@@ -67,6 +108,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     cache_salt: str | None = None
     lora_name: str | None = None
     client_idx: int = 0
+    grammar: str | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -94,12 +136,33 @@ EngineInput = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
 # --- engine core -> API server -------------------------------------------------------------------
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of n tokens in a row, as little-endian arrays (`np.frombuffer`).
+
+    logprobs: float32 [n], the tokens' own.  ranks: int32 [n], 1 for the likeliest token.
+    top_ids, top_logprobs: int32 and float32 [n, num_top], likeliest first.
+    chosen_logprobs: float32 [n, len(sampling.logprob_token_ids)], in the request's order.
+    """
+
+    num_tokens: int
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    chosen_logprobs: bytes = b""
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
     """One request's progress in one step.
 
     stop_reason: the stop token id that ended it, when finish_reason is STOP.
     num_cached_tokens: prompt tokens taken from the prefix cache.
     queued_s, scheduled_s: engine core clock (seconds since the epoch); set on the first output.
+    logprobs: of new_token_ids, when the request asks for them.
+    prompt_logprobs: with the first output, when the request asks for them: pieces that together
+        cover the prompt from its second token.
+    embedding: float32 [hidden_size], little-endian; with the only output of a pooling request.
     """
 
     request_id: str
@@ -109,6 +172,9 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     queued_s: float = 0.0
     scheduled_s: float = 0.0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
@@ -181,11 +247,15 @@ class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """One step's plan, as a difference to the step before.
 
-    Order of application: released, admitted, new_blocks, num_tokens.
+    Order of application: released, admitted, forced_tokens, new_blocks, num_tokens.
     released_rows: rows whose request ended or was preempted.
     new_blocks: (row, block id) pairs, flat, in block table order; not for rows admitted now.
     num_tokens: (row, count) pairs, flat, for every live row that computes other than 1 token in
         this step; 0 sits out.  A row samples when it has computed all its tokens.
+    forced_tokens: (row, token ids) for rows that grow without sampling: tokens a grammar leaves no
+        choice about, which follow all tokens the row has (the one it samples in a step in flight
+        included).  Not for rows admitted now.
+    awaits_mask: sampling waits for this step's GrammarMask.
     """
 
     step_id: int
@@ -193,20 +263,53 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     admitted: list[AdmittedRow] = []
     new_blocks: list[int] = []
     num_tokens: list[int] = []
+    forced_tokens: list[tuple[int, list[int]]] = []
+    awaits_mask: bool = False
+
+
+class GrammarMask(msgspec.Struct, frozen=True, array_like=True, tag="mask"):
+    """What the sampling rows of a step may sample; follows a plan that awaits it, before the next.
+
+    rows: ascending; others may sample anything.
+    bits: int32 [len(rows), ceil(V / 32)], little-endian; bit i % 32 of word i // 32 allows token i.
+    """
+
+    step_id: int
+    rows: list[int]
+    bits: bytes
+
+
+WorkerInput = SchedulerOutput | GrammarMask
 
 
 # --- worker -> engine core -----------------------------------------------------------------------
 
 
+class RowExtras(msgspec.Struct, frozen=True, array_like=True):
+    """What one row gives beside its token, as its SamplingParams ask.
+
+    logprobs: of the sampled token.
+    prompt_logprobs: of the prompt tokens that follow those computed in this step.
+    embedding: float32 [hidden_size], little-endian, when the whole prompt is computed.
+    """
+
+    row: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    embedding: bytes | None = None
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """One step's result. sampled_token_ids: one for each row that sampled, in ascending row order.
 
+    extras: for the rows that have any, ascending.
     num_compiles: compilations since ready; 0 unless something is wrong.
     """
 
     step_id: int
     sampled_token_ids: list[int]
     num_compiles: int = 0
+    extras: list[RowExtras] = []
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -273,7 +376,7 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_engine_input = msgspec.msgpack.Decoder(EngineInput).decode
 decode_engine_output = msgspec.msgpack.Decoder(EngineOutput).decode
-decode_scheduler_output = msgspec.msgpack.Decoder(SchedulerOutput).decode
+decode_worker_input = msgspec.msgpack.Decoder(WorkerInput).decode
 decode_worker_output = msgspec.msgpack.Decoder(WorkerOutput).decode
 decode_engine_core_start = msgspec.msgpack.Decoder(EngineCoreStart).decode
 decode_worker_start = msgspec.msgpack.Decoder(WorkerStart).decode

@@ -9,12 +9,12 @@ import signal
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from jaxserve import processes
 from jaxserve.config import EngineConfig, decode_config, encode_config
@@ -104,15 +104,16 @@ class AsyncCoreClient:
         """config: resolved for its model.  worker_class: "module:Class"."""
         self._config = config
         self._worker_class = worker_class
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._output = self._context.socket(zmq.PULL)
-        self._input = zmq.Context.shadow(self._context).socket(zmq.PUSH)
+        self._input = self._context.socket(zmq.PUSH)
         for socket in (self._input, self._output):
             socket.set_hwm(0)
             socket.linger = 0
         self._input.immediate = True  # writable means connected
         self._process: _CoreProcess | None = None
-        self._receiving: asyncio.Future[bytes] | None = None
+        self._received: deque[bytes] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # what `recv` waits for
         self._shutdown_lock = asyncio.Lock()
         self._is_ready = False
         self._dead: EngineDead | None = None
@@ -138,6 +139,7 @@ class AsyncCoreClient:
         try:
             self._process = _CoreProcess(self._config, self._worker_class)
             self._output.bind(self._process.output_address)
+            asyncio.get_running_loop().add_reader(self._output.fileno(), self._take_messages)
             message = await self.recv()
             if isinstance(message, EngineDead):
                 if message.fix is not None:
@@ -204,16 +206,32 @@ class AsyncCoreClient:
 
     async def _receive(self) -> bytes | None:
         """The next message; None when the engine core is dead and all it sent has been received."""
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._output.recv())
-        receiving, exited = self._receiving, self._started_process.exited
-        await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            await asyncio.wait({receiving}, timeout=_LAST_WORDS_TIMEOUT_S)
-        if not receiving.done() or receiving.cancelled():
-            return None
-        self._receiving = None
-        return receiving.result()
+        exited = self._started_process.exited
+        if not self._received:
+            self._arrival = asyncio.get_running_loop().create_future()
+            exited.add_done_callback(self._stop_waiting)
+            self._take_messages()  # what came before the first call has woken nobody
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+                exited.remove_done_callback(self._stop_waiting)
+        if not self._received:
+            await asyncio.sleep(_LAST_WORDS_TIMEOUT_S)
+            self._take_messages()
+        return self._received.popleft() if self._received else None
+
+    def _take_messages(self) -> None:
+        """Takes all that has come. ZeroMQ wakes us for the first message after none was left."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._received.append(self._output.recv(zmq.NOBLOCK))
+        if self._received:
+            self._stop_waiting()
+
+    def _stop_waiting(self, exited: asyncio.Future[None] | None = None) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     async def _shutdown(self) -> None:
         if self._process is not None:
@@ -223,8 +241,7 @@ class AsyncCoreClient:
                 await self._process.wait(_ASK_TIMEOUT_S)
             self._dead = self._dead or EngineDead(reason="the engine was shut down")
             await self._process.end(_TELL_TIMEOUT_S)
-        if self._receiving is not None:
-            self._receiving.cancel()
+        asyncio.get_running_loop().remove_reader(self._output.fileno())
         self._input.close()
         self._output.close()
         self._context.term()

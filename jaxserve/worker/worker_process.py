@@ -19,11 +19,12 @@ from jaxserve.engine.executor.ring_buffer import RingBuffer, RingReader
 from jaxserve.errors import UserError
 from jaxserve.logs import setup_logging
 from jaxserve.messages import (
+    SchedulerOutput,
     WorkerFailed,
     WorkerOutput,
     WorkerReady,
     WorkerStart,
-    decode_scheduler_output,
+    decode_worker_input,
     decode_worker_start,
     encode,
 )
@@ -63,7 +64,8 @@ class WorkerProcess:
 
     def _run_plan_loop(self, worker: Worker) -> None:
         while True:
-            plan = decode_scheduler_output(self._plans.read())
+            plan = decode_worker_input(self._plans.read())
+            assert isinstance(plan, SchedulerOutput), plan
             worker.execute(plan)
             self._num_executed.put(None)
 

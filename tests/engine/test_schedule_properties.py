@@ -16,7 +16,7 @@ from jaxserve.messages import (
     FinishReason,
     SamplingParams,
     SchedulerOutput,
-    decode_scheduler_output,
+    decode_worker_input,
     encode,
 )
 from tests.engine.scheduler_simulation import SimRequest, Simulation, generate
@@ -312,7 +312,7 @@ class Driver:
         assert [row.request.row for row in planned] == sorted(parts)
         self.check_state()
         if plan:
-            message = decode_scheduler_output(encode(plan.message))
+            message = decode_worker_input(encode(plan.message))
             self.in_flight.append((plan, self.worker.execute(message)))
             self.check_worker()
         return plan is not None
