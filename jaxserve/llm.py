@@ -17,7 +17,7 @@ from jaxserve.errors import RequestError, UserError
 from jaxserve.messages import EngineCoreOutputs
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.protocol import ChatMessage
+from jaxserve.server.protocol.chat import ChatMessage
 from jaxserve.server.renderer import render_chat, render_prompts
 
 type Message = Mapping[str, Any]

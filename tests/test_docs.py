@@ -13,12 +13,8 @@ from jaxserve.cli_flags import all_flags, config_from_flags
 from jaxserve.config import EngineConfig, replace, resolve_for_model
 from jaxserve.engine.core_client import InProcClient
 from jaxserve.metrics import ServerMetrics
-from jaxserve.server.protocol import (
-    UNSUPPORTED_IN_CHAT,
-    UNSUPPORTED_IN_COMPLETIONS,
-    ChatCompletionRequest,
-    CompletionRequest,
-)
+from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT, ChatCompletionRequest
+from jaxserve.server.protocol.completions import UNSUPPORTED_IN_COMPLETIONS, CompletionRequest
 from jaxserve.worker.sizing import _DEFAULTS
 from tests import structure
 from tests.fakes import FakeWorker

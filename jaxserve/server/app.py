@@ -16,8 +16,8 @@ from jaxserve.metrics import CONTENT_TYPE
 from jaxserve.server.chat import ChatCompletions
 from jaxserve.server.completions import Completions
 from jaxserve.server.generation import Endpoint, ServerContext
-from jaxserve.server.protocol import ModelCard, ModelList
-from jaxserve.server.responses import encode_json, error_body, error_of, send_bytes, send_json
+from jaxserve.server.http import encode_json, error_body, error_of, send_bytes, send_json
+from jaxserve.server.protocol.common import ModelCard, ModelList
 
 _OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 

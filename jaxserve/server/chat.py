@@ -7,15 +7,15 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import RequestError
 from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
-from jaxserve.server.protocol import (
+from jaxserve.server.http import StreamEncoder, read_body
+from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ResponseMessage,
-    Usage,
     decode_chat_request,
 )
-from jaxserve.server.responses import StreamEncoder, read_body
+from jaxserve.server.protocol.common import Usage
 
 
 class ChatCompletions:

@@ -7,13 +7,13 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.engine.input_processor import COMPLETION_MAX_TOKENS
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
-from jaxserve.server.protocol import (
+from jaxserve.server.http import StreamEncoder, read_body
+from jaxserve.server.protocol.common import Usage
+from jaxserve.server.protocol.completions import (
     Completion,
     CompletionChoice,
-    Usage,
     decode_completion_request,
 )
-from jaxserve.server.responses import StreamEncoder, read_body
 
 
 class Completions:

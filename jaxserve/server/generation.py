@@ -15,9 +15,7 @@ from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.protocol import GenerationRequest, Usage
-from jaxserve.server.renderer import Renderer
-from jaxserve.server.responses import (
+from jaxserve.server.http import (
     ClientDisconnected,
     StreamEncoder,
     cancelled_on_disconnect,
@@ -27,6 +25,8 @@ from jaxserve.server.responses import (
     send_json,
     usage_of,
 )
+from jaxserve.server.protocol.common import GenerationRequest, Usage
+from jaxserve.server.renderer import Renderer
 
 MAX_CHOICES = 2048
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
-from jaxserve.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart
+from jaxserve.server.protocol.chat import ChatCompletionRequest, ChatMessage, ContentPart
 
 MAX_PROMPTS = 2048
 _NUM_THREADS = 2

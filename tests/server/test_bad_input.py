@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.server.protocol import UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS
+from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT
+from jaxserve.server.protocol.completions import UNSUPPORTED_IN_COMPLETIONS
 from tests.fakes_engine import MODEL, VOCAB_SIZE, FakeServer, echoes, fake_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

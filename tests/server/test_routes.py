@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import __version__
 from jaxserve.messages import EngineCoreOutput, FinishReason
-from jaxserve.server.protocol import UNSUPPORTED_IN_CHAT, ChatCompletionRequest
+from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT, ChatCompletionRequest
 from tests.fakes_engine import EOS, MODEL, FakeServer, echoes, fake_server, says
 
 HI = [{"role": "user", "content": "hi"}]

@@ -12,7 +12,7 @@ from jaxserve.engine.async_llm import RequestStream
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.messages import FinishReason
-from jaxserve.server.protocol import ErrorBody, ErrorDetail, PromptTokensDetails, Usage
+from jaxserve.server.protocol.common import ErrorBody, ErrorDetail, PromptTokensDetails, Usage
 
 type Headers = Sequence[tuple[bytes, bytes]]
 encode_json = msgspec.json.Encoder().encode
