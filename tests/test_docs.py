@@ -15,6 +15,7 @@ from jaxserve.engine.core_client import InProcClient
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT, ChatCompletionRequest
 from jaxserve.server.protocol.completions import UNSUPPORTED_IN_COMPLETIONS, CompletionRequest
+from jaxserve.server.routes import ROUTES
 from jaxserve.worker.sizing import _DEFAULTS
 from tests import structure
 from tests.fakes import FakeWorker
@@ -36,7 +37,7 @@ _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _COMMAND = re.compile(r"\bjaxserve ([a-z]+)\b")
 _PATH = re.compile(r"\.?[\w-]+(/[\w.-]+)*(/|\.(py|md|yaml|toml|txt))")
 _SCRIPT = re.compile(r"(scripts|tests)(/\w+)+")
-_ROUTE = re.compile(r"(?:(?:GET|POST) )?(/[\w/{}:]+)")
+_ROUTE = re.compile(r"(?:(?:GET|POST) )?(/[\w/{}:.]+)")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\[\d\])?(\.\w+)?")
 _METRIC = re.compile(r"jaxserve:(\w+)")
 
@@ -118,12 +119,9 @@ def constants() -> dict[str, list[float]]:
     return found
 
 
-@functools.cache
 def routes() -> set[str]:
-    """The paths in server/app.py."""
-    (app,) = [source for source in SHIPPED if source.path == "jaxserve/server/app.py"]
-    strings = (node.value for node in ast.walk(app.tree) if isinstance(node, ast.Constant))
-    return {s for s in strings if isinstance(s, str) and s.startswith("/")}
+    """The paths of the table in server/routes.py."""
+    return {route.path for route in ROUTES}
 
 
 # --- what is wrong with a text -------------------------------------------------------------------

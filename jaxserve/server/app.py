@@ -1,4 +1,4 @@
-"""The routes, and what every request passes: the API key and error bodies."""
+"""The whole HTTP server as an ASGI app: the routes, and what every request passes."""
 
 import hmac
 
@@ -7,91 +7,29 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve import __version__
-from jaxserve.errors import RequestError
-from jaxserve.metrics import CONTENT_TYPE
-from jaxserve.server.chat import ChatCompletions
-from jaxserve.server.completions import Completions
-from jaxserve.server.generation import Endpoint, ServerContext
-from jaxserve.server.http import encode_json, error_body, error_of, send_bytes, send_json
-from jaxserve.server.protocol.common import ModelCard, ModelList
+from jaxserve.server.generation import ServerContext
+from jaxserve.server.http import encode_json, error_body, error_of, send_json
+from jaxserve.server.routes import ROUTES
+from jaxserve.server.routing import make_endpoints
 
-_OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
+_OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_open)
 
 
 def build_app(context: ServerContext) -> ASGIApp:
     """The whole HTTP server as an ASGI app."""
-    routes = _Routes(context)
     app = Starlette(
         routes=[
-            Route(path, Endpoint(handler), methods=[method])
-            for method, path, handler in (
-                ("POST", "/v1/chat/completions", ChatCompletions(context)),
-                ("POST", "/v1/completions", Completions(context)),
-                ("GET", "/v1/models", routes.models),
-                ("GET", "/v1/models/{model:path}", routes.model),
-                ("GET", "/health", routes.health),
-                ("GET", "/version", routes.version),
-                ("GET", "/metrics", routes.metrics),
-                ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
-            )
+            StarletteRoute(endpoint.route.path, endpoint, methods=[endpoint.route.method])
+            for endpoint in make_endpoints(ROUTES, context)
         ],
         exception_handlers={HTTPException: _http_error, Exception: _our_error},
     )
     app.router.redirect_slashes = False
     api_key = context.config.server.api_key
     return _with_api_key(app, api_key) if api_key else app
-
-
-class _Routes:
-    """The routes that generate nothing."""
-
-    def __init__(self, context: ServerContext):
-        self._context = context
-        config = context.config
-        self._card = ModelCard(
-            id=config.model.served_model_name,
-            created=context.created_s,
-            root=config.model.model,
-            max_model_len=config.model.max_model_len,
-        )
-
-    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/models."""
-        await send_json(send, ModelList(data=[self._card]))
-
-    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/models/{model}."""
-        name = scope["path_params"]["model"]
-        if name != self._card.id:
-            raise RequestError(
-                f"The model {name[:200]!r} does not exist.", param="model", status=404
-            )
-        await send_json(send, self._card)
-
-    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /health: 200 when the engine can run a step, else 503 and the reason."""
-        error = self._context.llm.dead_error
-        if error is not None:
-            raise error
-        await send_json(send, {"status": "ok"})
-
-    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /version."""
-        await send_json(send, {"version": __version__})
-
-    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /metrics."""
-        await send_bytes(send, self._context.metrics.render(), CONTENT_TYPE.encode())
-
-    async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /reset_prefix_cache: 409 when blocks are in use."""
-        if not await self._context.llm.reset_prefix_cache():
-            raise RequestError("KV blocks are in use; nothing was reset.", status=409)
-        await send_json(send, {"status": "ok"})
 
 
 def _with_api_key(app: ASGIApp, api_key: str) -> ASGIApp:

@@ -1,26 +1,23 @@
 """What chats and completions share: from token ids to a whole or streamed response."""
 
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import RequestOutput
-from jaxserve.errors import EngineDeadError, RequestError
+from jaxserve.errors import RequestError
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.http import (
-    ClientDisconnected,
     StreamEncoder,
     cancelled_on_disconnect,
     collect,
-    error_of,
     send_events,
     send_json,
     usage_of,
@@ -64,22 +61,6 @@ class Format(Protocol):
     def stream_encoder(
         self, head: ResponseHead, *, n: int, include_usage: bool
     ) -> StreamEncoder: ...
-
-
-class Endpoint:
-    """An ASGI app that answers the errors of a handler that has not begun its response."""
-
-    def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]):
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._handler(scope, receive, send)
-        except (RequestError, EngineDeadError) as error:
-            status, body = error_of(error)
-            await send_json(send, body, status=status)
-        except ClientDisconnected:
-            pass  # nobody to answer
 
 
 def check_model(context: ServerContext, request: GenerationRequest) -> None:

@@ -1,0 +1,140 @@
+"""The table of all routes. An entry here is a route, and its place in /openapi.json and /docs."""
+
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.metrics import CONTENT_TYPE
+from jaxserve.server.chat import ChatCompletions
+from jaxserve.server.completions import Completions
+from jaxserve.server.generation import ServerContext
+from jaxserve.server.http import encode_json, send_bytes
+from jaxserve.server.openapi import make_document
+from jaxserve.server.operations import Operations, Status, Version
+from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from jaxserve.server.protocol.common import ModelCard, ModelList
+from jaxserve.server.protocol.completions import Completion, CompletionRequest
+from jaxserve.server.routing import Route
+
+
+class ApiDocs:
+    """The documents that are made of this table."""
+
+    def __init__(self, context: ServerContext):
+        self._document = encode_json(make_document(ROUTES))
+
+    async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /openapi.json."""
+        await send_bytes(send, self._document, b"application/json")
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        surface=ChatCompletions,
+        handler=ChatCompletions.__call__,
+        summary="A chat, whole or streamed.",
+        request=ChatCompletionRequest,
+        response=ChatCompletion,
+        streams=True,
+        generates=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions",
+        surface=Completions,
+        handler=Completions.__call__,
+        summary="A text, whole or streamed.",
+        request=CompletionRequest,
+        response=Completion,
+        streams=True,
+        generates=True,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models",
+        surface=Operations,
+        handler=Operations.models,
+        summary="The served model.",
+        response=ModelList,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/{model:path}",
+        surface=Operations,
+        handler=Operations.model,
+        summary="The served model, by its name.",
+        response=ModelCard,
+        errors=(404,),
+    ),
+    *(
+        Route(
+            method="POST",
+            path=f"/v1/{verb}_lora_adapter",
+            surface=Operations,
+            handler=Operations.adapters,
+            summary="Not there yet: always a 501.",
+            response=Status,
+            errors=(501,),
+        )
+        for verb in ("load", "unload")
+    ),
+    Route(
+        method="POST",
+        path="/reset_prefix_cache",
+        surface=Operations,
+        handler=Operations.reset_prefix_cache,
+        summary="Forgets cached prompts.",
+        response=Status,
+        errors=(409, 503),
+    ),
+    Route(
+        method="GET",
+        path="/health",
+        surface=Operations,
+        handler=Operations.health,
+        summary="Whether the engine can run a step.",
+        response=Status,
+        errors=(503,),
+        is_open=True,
+    ),
+    *(
+        Route(
+            method=method,
+            path="/ping",
+            surface=Operations,
+            handler=Operations.health,
+            summary="The same as /health.",
+            response=Status,
+            errors=(503,),
+            is_open=True,
+        )
+        for method in ("GET", "POST")
+    ),
+    Route(
+        method="GET",
+        path="/version",
+        surface=Operations,
+        handler=Operations.version,
+        summary="The server's version.",
+        response=Version,
+        is_open=True,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        surface=Operations,
+        handler=Operations.metrics,
+        summary="Metrics as Prometheus text.",
+        content_type=CONTENT_TYPE,
+        is_open=True,
+    ),
+    Route(
+        method="GET",
+        path="/openapi.json",
+        surface=ApiDocs,
+        handler=ApiDocs.openapi,
+        summary="This API as an OpenAPI 3.1 document.",
+        response=dict,
+        is_open=True,
+    ),
+)
