@@ -59,6 +59,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     seed: Annotated[
         int, Meta(ge=0, description="Seed for requests without one; 0: from the OS.")
     ] = 0
+    max_logprobs: Annotated[
+        int,
+        Meta(ge=-1, description="Most log-probabilities a request gets for a token; -1: no limit."),
+    ] = 20
+    pooling: Annotated[
+        Literal["last", "mean", "cls"],
+        Meta(description="What /v1/embeddings makes of a prompt's hidden states by default."),
+    ] = "last"
     info: ModelInfo | None = None
 
 

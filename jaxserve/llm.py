@@ -74,7 +74,7 @@ class LLM:
         self.tokenizer = checkpoint.load_tokenizer(path)
         self._client = InProcClient(config)
         self.config: EngineConfig = self._client.start()
-        self._input_processor = InputProcessor(self.config)
+        self._input_processor = InputProcessor(self.config, self.tokenizer)
         self._output_processor = OutputProcessor(
             DetokenizerFactory(self.tokenizer.backend),
             ServerMetrics(self.config.model.served_model_name),

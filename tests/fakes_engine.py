@@ -223,16 +223,15 @@ def make_context(core: FakeCoreClient, config: EngineConfig) -> ServerContext:
     """What `serve` builds, over a fake engine core. Needs a running event loop."""
     tokenizer = byte_level_tokenizer()
     metrics = ServerMetrics(config.model.served_model_name)
-    llm = AsyncLLM(
-        core,
-        OutputProcessor(DetokenizerFactory(tokenizer.backend), metrics, config.info.eos_token_ids),
-    )
+    detokenizers = DetokenizerFactory(tokenizer.backend)
+    llm = AsyncLLM(core, OutputProcessor(detokenizers, metrics, config.info.eos_token_ids))
     llm.start()
     return ServerContext(
         config=config,
         llm=llm,
-        input_processor=InputProcessor(config),
+        input_processor=InputProcessor(config, tokenizer),
         renderer=Renderer(tokenizer, config.model.max_model_len),
+        detokenizers=detokenizers,
         metrics=metrics,
         created_s=1_700_000_000,
     )

@@ -2,6 +2,7 @@
 
 import codecs
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from tokenizers.decoders import ByteLevel
 _MAX_HELD_TOKENS = 8
 _PRIMING_TOKENS = 6
 _REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
@@ -38,11 +40,25 @@ class DetokenizerFactory:
         self._is_byte_level = isinstance(backend.decoder, ByteLevel)
         self._table = _ByteTable(backend, self._special_ids, skip=False)
         self._table_without_special = _ByteTable(backend, self._special_ids, skip=True)
+        self._pieces = self._table if self._is_byte_level else _PieceTable(backend)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token writes within a text: special tokens their name, unknown ids nothing, and
+        a part of a character its bytes."""
+        return self._pieces[token_id]
 
     def make(
-        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
-        """A detokenizer for what follows `prompt_token_ids`."""
+        """A detokenizer for what follows `prompt_token_ids`.
+
+        spaces_between_special_tokens: False takes out a space that decoding puts between two
+          special tokens. Byte-level vocabularies have no such space.
+        """
         if self._is_byte_level:
             return _ByteDetokenizer(
                 self._table_without_special if skip_special_tokens else self._table
@@ -51,6 +67,7 @@ class DetokenizerFactory:
             self._backend,
             self._special_ids if skip_special_tokens else frozenset(),
             prompt_token_ids[-_PRIMING_TOKENS:],
+            frozenset() if spaces_between_special_tokens else self._special_ids,
         )
 
 
@@ -73,6 +90,32 @@ class _ByteTable(dict[int, bytes]):
                 data = token.encode()
         self[token_id] = data
         return data
+
+
+class _PieceTable(dict[int, bytes]):
+    """Token id to its bytes, for vocabularies that are not byte-level."""
+
+    def __init__(self, backend: Tokenizer):
+        super().__init__()
+        self._backend = backend
+        self._added = backend.get_added_tokens_decoder()
+
+    def __missing__(self, token_id: int) -> bytes:
+        data = self[token_id] = self._bytes(token_id)
+        return data
+
+    def _bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        # The second of two has the space that a decoder takes from the start of a text.
+        once, twice = (self._backend.decode([token_id] * n) for n in (1, 2))
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None and once != token:
+            return bytes([int(byte[1], 16)])
+        return (twice[len(once) :] if twice.startswith(once) else once).encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -114,9 +157,17 @@ class _WindowDetokenizer:
     and what has been given out cannot be taken back.
     """
 
-    def __init__(self, backend: Tokenizer, skipped_ids: frozenset[int], prompt_tail: Sequence[int]):
+    def __init__(
+        self,
+        backend: Tokenizer,
+        skipped_ids: frozenset[int],
+        prompt_tail: Sequence[int],
+        unspaced_ids: frozenset[int] = frozenset(),
+    ):
         self._backend = backend
         self._skipped_ids = skipped_ids
+        self._unspaced_ids = unspaced_ids
+        self._last_id = prompt_tail[-1] if prompt_tail else None
         self._window = [i for i in prompt_tail if i not in skipped_ids]
         self._given_text = self._decode(self._window)
         self._num_given = len(self._window)
@@ -125,12 +176,15 @@ class _WindowDetokenizer:
         return "".join([self._feed_one(i) for i in token_ids if i not in self._skipped_ids])
 
     def _feed_one(self, token_id: int) -> str:
+        is_unspaced = token_id in self._unspaced_ids and self._last_id in self._unspaced_ids
+        self._last_id = token_id
         self._window.append(token_id)
         text = self._decode(self._window)
         num_held = len(self._window) - self._num_given
         if num_held < _MAX_HELD_TOKENS and text.endswith(_REPLACEMENT):
             return ""
-        return self._take(text)
+        new_text = self._take(text)
+        return new_text.removeprefix(" ") if is_unspaced else new_text
 
     def flush(self) -> str:
         if len(self._window) == self._num_given:

@@ -1,18 +1,27 @@
 """Checks a prompt and its options against every limit and builds the engine core's requests."""
 
+import importlib.metadata
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
+from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.config import EngineConfig
 from jaxserve.errors import RequestError
-from jaxserve.messages import MAX_STOP_TOKEN_IDS, EngineCoreRequest
+from jaxserve.messages import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKEN_IDS,
+    EngineCoreRequest,
+)
 from jaxserve.messages import SamplingParams as CoreSamplingParams
 from jaxserve.sampling_params import SamplingParams, shorten
 
 COMPLETION_MAX_TOKENS = 16
+LOGITS_PROCESSORS_GROUP = "jaxserve.logits_processors"
 _SEED_MASK = 2**64 - 1
 
 
@@ -21,6 +30,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     index: which choice of the client's request it is.
     final_only: the text is wanted when it is complete, not in pieces.
+    prompt_only: the output is not wanted at all; the engine core makes one token all the same.
     """
 
     core: EngineCoreRequest
@@ -28,14 +38,18 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     final_only: bool = False
+    prompt_only: bool = False
 
 
 class InputProcessor:
-    """Makes sequence requests; needs a resolved config."""
+    """Makes sequence requests; needs a resolved config, and the tokenizer for `bad_words`."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._max_model_len = config.model.max_model_len
+        self._max_logprobs = config.model.max_logprobs
         self._vocab_size = config.info.vocab_size
         self._eos_token_ids = config.info.eos_token_ids
         self._is_priority_policy = config.scheduler.scheduling_policy == "priority"
@@ -54,6 +68,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         final_only: bool = False,
+        echo: bool = False,
         prompt_param: str = "prompt",
     ) -> list[SequenceRequest]:
         """One sequence for each of `params.n` choices of a prompt.
@@ -61,19 +76,23 @@ class InputProcessor:
         Args:
           default_max_tokens: used when `params` has none; None is the rest of the context.
           first_index: index of the first choice.
+          echo: the client gets the prompt back, so max_tokens may be 0.
           prompt_param: path of the prompt in the client's body, for errors.
 
         Raises:
           RequestError: a limit is broken; `param` names the field.
         """
-        num_prompt_tokens = len(prompt_token_ids)
+        prompt_token_ids = self.truncate(prompt_token_ids, params, default_max_tokens)
         self._check_prompt(prompt_token_ids, prompt_param)
-        if priority and not self._is_priority_policy:
+        self._check_priority(priority)
+        prompt_only = params.max_tokens == 0
+        if prompt_only and not echo and params.prompt_logprobs is None:
             raise RequestError(
-                "priority needs a server started with --scheduling-policy priority.",
-                param="priority",
+                "max_tokens must be at least 1, got 0, unless the prompt or its "
+                "log-probabilities are wanted back.",
+                param="max_tokens",
             )
-        sampling = self._resolve(params, num_prompt_tokens, default_max_tokens)
+        sampling = self._resolve(params, len(prompt_token_ids), default_max_tokens)
         return [
             SequenceRequest(
                 core=EngineCoreRequest(
@@ -83,15 +102,72 @@ class InputProcessor:
                     arrival_time_s=arrival_time_s,
                     priority=priority,
                     cache_salt=cache_salt,
+                    grammar=params.grammar,
                 ),
                 index=first_index + i,
                 stop=params.stop_strings,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
                 final_only=final_only,
+                prompt_only=prompt_only,
             )
             for i, choice in enumerate(_with_seeds(sampling, params.n))
         ]
+
+    def process_pooling(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Literal["last", "mean", "cls"],
+        *,
+        arrival_time_s: float,
+        index: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        prompt_param: str = "input",
+    ) -> SequenceRequest:
+        """The sequence whose only output has the prompt's vector.
+
+        Raises:
+          RequestError: a limit is broken; `param` names the field.
+        """
+        self._check_prompt(prompt_token_ids, prompt_param)
+        self._check_priority(priority)
+        return SequenceRequest(
+            core=EngineCoreRequest(
+                request_id=next(self._ids),
+                prompt_token_ids=prompt_token_ids,
+                sampling=CoreSamplingParams(max_tokens=1, temperature=0.0, pooling=pooling),
+                arrival_time_s=arrival_time_s,
+                priority=priority,
+                cache_salt=cache_salt,
+            ),
+            index=index,
+            final_only=True,
+            prompt_only=True,
+        )
+
+    def truncate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        default_max_tokens: int | None = None,
+    ) -> list[int]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` leaves."""
+        limit = params.truncate_prompt_tokens
+        if limit is None:
+            return prompt_token_ids
+        if limit == -1:
+            wanted = default_max_tokens if params.max_tokens is None else params.max_tokens
+            limit = max(1, self._max_model_len - max(1, wanted or 1))
+        return prompt_token_ids[-limit:]
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and not self._is_priority_policy:
+            raise RequestError(
+                "priority needs a server started with --scheduling-policy priority.",
+                param="priority",
+            )
 
     def _check_prompt(self, token_ids: list[int], param: str) -> None:
         if not token_ids:
@@ -113,6 +189,37 @@ class InputProcessor:
     def _resolve(
         self, params: SamplingParams, num_prompt_tokens: int, default_max_tokens: int | None
     ) -> CoreSamplingParams:
+        max_tokens = self._max_tokens(params, num_prompt_tokens, default_max_tokens)
+        # The smallest set of tokens with any probability mass is the most probable token.
+        top_k, top_p = (params.top_k, params.top_p) if params.top_p > 0 else (1, 1.0)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        logprobs = params.logprobs
+        if logprobs is None and params.logprob_token_ids:
+            logprobs = 0
+        return CoreSamplingParams(
+            max_tokens=max_tokens,
+            temperature=float(params.temperature),
+            top_k=0 if top_k >= self._vocab_size else max(top_k, 0),
+            top_p=float(top_p),
+            min_p=float(params.min_p),
+            seed=seed & _SEED_MASK,
+            min_tokens=params.min_tokens,
+            stop_token_ids=self._stop_token_ids(params.stop_token_ids, params.ignore_eos),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            repetition_penalty=float(params.repetition_penalty),
+            logit_bias=self._logit_bias(params.logit_bias),
+            allowed_token_ids=self._known_ids("allowed_token_ids", params.allowed_token_ids),
+            bad_words=self._bad_words(params.bad_words),
+            logits_processors=_installed(params.processors),
+            logprobs=self._num_logprobs("logprobs", logprobs),
+            logprob_token_ids=self._known_ids("logprob_token_ids", params.logprob_token_ids) or (),
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
+        )
+
+    def _max_tokens(
+        self, params: SamplingParams, num_prompt_tokens: int, default_max_tokens: int | None
+    ) -> int:
         room = self._max_model_len - num_prompt_tokens
         max_tokens = params.max_tokens
         if max_tokens is None:
@@ -130,27 +237,10 @@ class InputProcessor:
                 f"{room}, not {max_tokens}.",
                 param="max_tokens",
             )
-        # The smallest set of tokens with any probability mass is the most probable token.
-        top_k, top_p = (params.top_k, params.top_p) if params.top_p > 0 else (1, 1.0)
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
-        return CoreSamplingParams(
-            max_tokens=max_tokens,
-            temperature=float(params.temperature),
-            top_k=0 if top_k >= self._vocab_size else max(top_k, 0),
-            top_p=float(top_p),
-            min_p=float(params.min_p),
-            seed=seed & _SEED_MASK,
-            min_tokens=params.min_tokens,
-            stop_token_ids=self._stop_token_ids(params.stop_token_ids, params.ignore_eos),
-        )
+        return max(1, max_tokens)
 
     def _stop_token_ids(self, wanted: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
-        for i, token_id in enumerate(wanted):
-            if token_id >= self._vocab_size:
-                raise RequestError(
-                    f"Token id {token_id} is not in the vocabulary of {self._vocab_size} tokens.",
-                    param=f"stop_token_ids[{i}]",
-                )
+        wanted = self._known_ids("stop_token_ids", wanted) or ()
         eos = () if ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*eos, *wanted)))
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -160,6 +250,84 @@ class InputProcessor:
                 param="stop_token_ids",
             )
         return stop_token_ids
+
+    def _known_ids(self, name: str, token_ids: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Each id once, in the order given."""
+        if token_ids is None:
+            return None
+        for i, token_id in enumerate(token_ids):
+            if token_id >= self._vocab_size:
+                raise self._unknown(token_id, f"{name}[{i}]")
+        return tuple(dict.fromkeys(token_ids))
+
+    def _unknown(self, token_id: int, param: str) -> RequestError:
+        return RequestError(
+            f"Token id {token_id} is not in the vocabulary of {self._vocab_size} tokens.",
+            param=param,
+        )
+
+    def _logit_bias(self, bias: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+        for token_id in bias or ():
+            if token_id >= self._vocab_size:
+                raise self._unknown(token_id, f"logit_bias.{token_id}")
+        return tuple((token_id, float(value)) for token_id, value in (bias or {}).items())
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write the words, at the start of a text and behind a space.
+
+        One that ends with another, as " x" in two tokens ends with "x", is left to the other.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            bare = word.lstrip()
+            first, second = (
+                tuple(self._tokenizer.encode(prefix + bare, add_special_tokens=False))
+                for prefix in ("", " ")
+            )
+            forms = (first,) if second[-len(first) :] == first else (first, second)
+            longest = max(len(form) for form in forms)
+            if longest > MAX_BAD_WORD_LEN:
+                raise RequestError(
+                    f"bad_words[{i}] has {longest} tokens; at most {MAX_BAD_WORD_LEN} are "
+                    "supported.",
+                    param=f"bad_words[{i}]",
+                )
+            sequences |= dict.fromkeys(forms)
+        if len(sequences) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words are {len(sequences)} token sequences (a word can be several); at most "
+                f"{MAX_BAD_WORDS} are supported.",
+                param="bad_words",
+            )
+        return tuple(sequences)
+
+    def _num_logprobs(self, name: str, wanted: int | None) -> int | None:
+        """Checked against --max-logprobs, whose -1 is no limit."""
+        if wanted is None or self._max_logprobs == -1:
+            return wanted
+        count = self._vocab_size if wanted == -1 else wanted
+        if count > self._max_logprobs:
+            raise RequestError(
+                f"{name} can be at most {self._max_logprobs} (--max-logprobs), not {wanted}.",
+                param=name,
+            )
+        return wanted
+
+
+def _installed(
+    processors: tuple[tuple[str, tuple[float, ...]], ...],
+) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """The same processors; RequestError when one is not installed."""
+    if processors:
+        names = importlib.metadata.entry_points(group=LOGITS_PROCESSORS_GROUP).names
+        for i, (name, _) in enumerate(processors):
+            if name not in names:
+                raise RequestError(
+                    f"logits_processors[{i}]: {name[:100]!r} is not installed here; there is "
+                    f"{', '.join(sorted(names)) or 'none'}.",
+                    param=f"logits_processors[{i}]",
+                )
+    return processors
 
 
 def _with_seeds(sampling: CoreSamplingParams, n: int) -> Iterator[CoreSamplingParams]:

@@ -7,7 +7,7 @@ import msgspec
 
 from jaxserve.engine.detokenizer import Detokenizer, DetokenizerFactory, StopChecker
 from jaxserve.engine.input_processor import SequenceRequest
-from jaxserve.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from jaxserve.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, TokenLogprobs
 from jaxserve.metrics import ServerMetrics
 
 
@@ -18,6 +18,11 @@ class RequestOutput(msgspec.Struct, gc=False):
     finish_reason: set on the choice's last output.
     stop_reason: the stop string, or the requested stop token id, that ended it; None when the
         model's own end-of-sequence token did.
+    logprobs: if the request asks for them, pieces that in order cover `token_ids`, and on the last
+        output perhaps tokens that a stop string cut off.
+    prompt_logprobs: on the choice's first output, if asked for: pieces that cover the prompt from
+        its second token.
+    embedding: of a pooling request, as in EngineCoreOutput.
     """
 
     index: int
@@ -26,6 +31,9 @@ class RequestOutput(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes | None = None
 
     def merge(self, later: "RequestOutput") -> None:
         """Adds the output that follows this one."""
@@ -33,6 +41,8 @@ class RequestOutput(msgspec.Struct, gc=False):
         self.token_ids += later.token_ids
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
 
 
 class OutputSink(Protocol):
@@ -51,13 +61,17 @@ class _Sequence:
     __slots__ = (
         "arrival_s",
         "detokenizer",
+        "embedding",
         "first_token_s",
+        "has_extras",
         "index",
         "last_token_s",
         "num_cached_tokens",
         "num_prompt_tokens",
         "num_tokens",
         "pending_ids",
+        "pending_logprobs",
+        "pending_prompt_logprobs",
         "pending_text",
         "request",
         "sink",
@@ -76,12 +90,39 @@ class _Sequence:
         )
         self.pending_text: list[str] = []
         self.pending_ids: list[int] = []
+        sampling = request.core.sampling
+        self.has_extras = (
+            sampling.logprobs is not None
+            or sampling.prompt_logprobs is not None
+            or bool(sampling.pooling)
+        )
+        self.pending_logprobs: list[TokenLogprobs] = []
+        self.pending_prompt_logprobs: list[TokenLogprobs] | None = None
+        self.embedding: bytes | None = None
         self.num_tokens = 0
         self.num_prompt_tokens = len(request.core.prompt_token_ids)
         self.num_cached_tokens = 0
         self.arrival_s = request.core.arrival_time_s
         self.first_token_s = 0.0
         self.last_token_s = 0.0
+
+    def keep_extras(self, output: EngineCoreOutput) -> None:
+        """Keeps what comes beside the tokens until it is given out."""
+        if output.logprobs is not None:
+            self.pending_logprobs.append(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.pending_prompt_logprobs = output.prompt_logprobs
+        if output.embedding is not None:
+            self.embedding = output.embedding
+
+    def give_extras(self, output: RequestOutput) -> None:
+        """Moves what was kept to the output that is given out."""
+        if self.request.core.sampling.logprobs is not None:
+            output.logprobs = self.pending_logprobs
+            self.pending_logprobs = []
+        output.prompt_logprobs = self.pending_prompt_logprobs
+        self.pending_prompt_logprobs = None
+        output.embedding = self.embedding
 
 
 class OutputProcessor:
@@ -107,7 +148,9 @@ class OutputProcessor:
     def add(self, request: SequenceRequest, sink: OutputSink) -> None:
         """From now on `sink` gets the outputs of `request`."""
         detokenizer = self._detokenizers.make(
-            request.core.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
+            request.core.prompt_token_ids,
+            skip_special_tokens=request.skip_special_tokens,
+            spaces_between_special_tokens=request.spaces_between_special_tokens,
         )
         self._sequences[request.core.request_id] = _Sequence(request, sink, detokenizer)
 
@@ -125,7 +168,14 @@ class OutputProcessor:
             if sequence is None:  # ended here before the engine core knew
                 continue
             self._record_times(sequence, output, step.timestamp_s)
-            finish_reason, stop_reason = self._advance(sequence, output)
+            if sequence.request.prompt_only:
+                finish_reason, stop_reason = FinishReason.LENGTH, None
+                if output.finish_reason == FinishReason.ABORT:
+                    finish_reason = FinishReason.ABORT
+            else:
+                finish_reason, stop_reason = self._advance(sequence, output)
+            if sequence.has_extras:
+                sequence.keep_extras(output)
             if finish_reason is not None:
                 del sequences[output.request_id]
                 self._record_finish(sequence, finish_reason, step.timestamp_s)
@@ -133,16 +183,17 @@ class OutputProcessor:
                     to_abort.append(output.request_id)
             elif sequence.request.final_only or not sequence.pending_text:
                 continue
-            sequence.sink.put(
-                RequestOutput(
-                    sequence.index,
-                    "".join(sequence.pending_text),
-                    sequence.pending_ids,
-                    finish_reason,
-                    stop_reason,
-                    sequence.num_cached_tokens,
-                )
+            gained = RequestOutput(
+                sequence.index,
+                "".join(sequence.pending_text),
+                sequence.pending_ids,
+                finish_reason,
+                stop_reason,
+                sequence.num_cached_tokens,
             )
+            if sequence.has_extras:
+                sequence.give_extras(gained)
+            sequence.sink.put(gained)
             sequence.pending_text = []
             sequence.pending_ids = []
         return to_abort
@@ -219,7 +270,8 @@ class OutputProcessor:
         num_new = len(output.new_token_ids)
         if not num_new:
             return
-        metrics.generation_tokens += num_new
+        if not sequence.request.prompt_only:
+            metrics.generation_tokens += num_new
         if sequence.first_token_s:
             metrics.inter_token_latency.observe((now_s - sequence.last_token_s) / num_new, num_new)
         else:

@@ -1,13 +1,14 @@
 """POST /v1/chat/completions."""
 
 import time
+from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import RequestError
 from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
-from jaxserve.server.http import StreamEncoder, read_body
+from jaxserve.server.http import Encoder, StreamEncoder, read_body
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatCompletion,
@@ -29,7 +30,7 @@ class ChatCompletions:
         arrival_time_s = time.time()
         body = await read_body(scope, receive, context.config.server.max_body_bytes)
         request = decode_chat_request(body)
-        check_model(context, request)
+        check_model(context, request.model)
         try:
             params = request.sampling_params()
             prompt_token_ids = await context.renderer.chat(request)
@@ -79,7 +80,15 @@ class ChatFormat:
             id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
         )
 
-    def stream_encoder(self, head: ResponseHead, *, n: int, include_usage: bool) -> StreamEncoder:
+    def encoder(
+        self,
+        head: ResponseHead,
+        *,
+        n: int,
+        prompt_lens: Sequence[int],
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> Encoder:
         """Chunks of one request."""
         return StreamEncoder(
             {

@@ -1,13 +1,14 @@
 """POST /v1/completions."""
 
 import time
+from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.input_processor import COMPLETION_MAX_TOKENS
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
-from jaxserve.server.http import StreamEncoder, read_body
+from jaxserve.server.http import Encoder, StreamEncoder, read_body
 from jaxserve.server.protocol.common import Usage
 from jaxserve.server.protocol.completions import (
     Completion,
@@ -27,7 +28,7 @@ class Completions:
         arrival_time_s = time.time()
         body = await read_body(scope, receive, context.config.server.max_body_bytes)
         request = decode_completion_request(body)
-        check_model(context, request)
+        check_model(context, request.model)
         params = request.sampling_params()
         prompts = await context.renderer.completion(
             request.prompt, add_special_tokens=request.add_special_tokens is not False
@@ -65,7 +66,15 @@ class CompletionFormat:
             id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
         )
 
-    def stream_encoder(self, head: ResponseHead, *, n: int, include_usage: bool) -> StreamEncoder:
+    def encoder(
+        self,
+        head: ResponseHead,
+        *,
+        n: int,
+        prompt_lens: Sequence[int],
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> Encoder:
         """Chunks of one request."""
         return StreamEncoder(
             {

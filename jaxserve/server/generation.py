@@ -1,6 +1,7 @@
 """What chats and completions share: from token ids to a whole or streamed response."""
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,20 +10,21 @@ from starlette.types import Receive, Send
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.detokenizer import DetokenizerFactory
+from jaxserve.engine.input_processor import InputProcessor, SequenceRequest
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import RequestError
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.http import (
-    StreamEncoder,
+    Encoder,
     cancelled_on_disconnect,
     collect,
     send_events,
     send_json,
     usage_of,
 )
-from jaxserve.server.protocol.common import GenerationRequest, Usage
+from jaxserve.server.protocol.common import Usage
 from jaxserve.server.renderer import Renderer
 
 MAX_CHOICES = 2048
@@ -36,6 +38,7 @@ class ServerContext:
     llm: AsyncLLM
     input_processor: InputProcessor
     renderer: Renderer
+    detokenizers: DetokenizerFactory
     metrics: ServerMetrics
     created_s: int
 
@@ -49,26 +52,60 @@ class ResponseHead:
     model: str
 
 
+class ServedRequest(Protocol):
+    """What `respond` reads of a body; GenerationRequest has it."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def stream(self) -> bool | None: ...
+    @property
+    def include_usage(self) -> bool: ...
+    @property
+    def continuous_usage(self) -> bool: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def request_id(self) -> str | None: ...
+
+
 class Format(Protocol):
-    """How one route writes its responses."""
+    """How one route writes its responses; made for one request."""
 
     id_prefix: str
 
     def whole(
         self, head: ResponseHead, outputs: list[RequestOutput], usage: Usage
-    ) -> msgspec.Struct: ...
+    ) -> msgspec.Struct:
+        """The whole response: every choice, in order of index."""
+        ...
 
-    def stream_encoder(
-        self, head: ResponseHead, *, n: int, include_usage: bool
-    ) -> StreamEncoder: ...
+    def encoder(
+        self,
+        head: ResponseHead,
+        *,
+        n: int,
+        prompt_lens: Sequence[int],
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> Encoder:
+        """For a streamed response.
+
+        n: choices of each prompt; choice i belongs to prompt i // n.
+        prompt_lens: tokens of each prompt.
+        include_usage, continuous_usage: as in `stream_options`.
+        """
+        ...
 
 
-def check_model(context: ServerContext, request: GenerationRequest) -> None:
+def check_model(context: ServerContext, model: str) -> None:
     """Raises RequestError 404 when the request is for another model."""
     served = context.config.model.served_model_name
-    if request.model != served:
+    if model != served:
         raise RequestError(
-            f"The model {request.model[:200]!r} does not exist; this server has {served!r}.",
+            f"The model {model[:200]!r} does not exist; this server has {served!r}.",
             param="model",
             status=404,
         )
@@ -76,7 +113,7 @@ def check_model(context: ServerContext, request: GenerationRequest) -> None:
 
 async def respond(
     context: ServerContext,
-    request: GenerationRequest,
+    request: ServedRequest,
     params: SamplingParams,
     prompts: list[tuple[list[int], str]],
     response_format: Format,
@@ -85,11 +122,13 @@ async def respond(
     *,
     arrival_time_s: float,
     default_max_tokens: int | None,
+    echo: bool = False,
 ) -> None:
     """Generates `params.n` choices of each prompt and sends the response.
 
     Args:
       prompts: token ids, and the prompt's path in the body.
+      echo: the response has the prompt, so max_tokens may be 0.
 
     Raises:
       RequestError, EngineDeadError, ClientDisconnected: before the response has begun.
@@ -100,7 +139,7 @@ async def respond(
             param="n",
         )
     is_stream = bool(request.stream)
-    sequences = []
+    sequences: list[SequenceRequest] = []
     for prompt_token_ids, path in prompts:
         sequences += context.input_processor.process(
             prompt_token_ids,
@@ -111,9 +150,11 @@ async def respond(
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             final_only=not is_stream,
+            echo=echo,
             prompt_param=path,
         )
-    num_prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+    prompt_lens = [len(s.core.prompt_token_ids) for s in sequences[:: params.n]]
+    num_prompt_tokens = sum(prompt_lens)
     head = ResponseHead(
         id=f"{response_format.id_prefix}-{request.request_id or uuid.uuid4().hex}",
         created=int(arrival_time_s),
@@ -122,16 +163,14 @@ async def respond(
     headers = [(b"x-request-id", head.id.encode())]
     async with cancelled_on_disconnect(context.llm.generate(sequences), receive) as stream:
         if is_stream:
-            encoder = response_format.stream_encoder(
-                head, n=params.n, include_usage=request.include_usage
+            encoder = response_format.encoder(
+                head,
+                n=params.n,
+                prompt_lens=prompt_lens,
+                include_usage=request.include_usage,
+                continuous_usage=request.continuous_usage,
             )
-            await send_events(
-                send,
-                stream,
-                encoder.encode,
-                lambda: encoder.encode_end(num_prompt_tokens),
-                headers,
-            )
+            await send_events(send, stream, encoder, num_prompt_tokens, headers)
             return
         outputs = await collect(stream)
     usage = usage_of(

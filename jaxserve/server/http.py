@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import http
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -17,7 +18,7 @@ from jaxserve.server.protocol.common import ErrorBody, ErrorDetail, PromptTokens
 type Headers = Sequence[tuple[bytes, bytes]]
 encode_json = msgspec.json.Encoder().encode
 
-_SSE_DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -162,8 +163,66 @@ def check_not_aborted(output: RequestOutput) -> None:
         raise RequestError("The engine aborted the request.", status=503)
 
 
+class Encoder(Protocol):
+    """Writes one request's outputs as server-sent events, and counts them."""
+
+    def encode(self, outputs: list[RequestOutput]) -> bytes:
+        """The events of one or more outputs; never empty for the first.
+
+        Raises:
+          RequestError: the engine ended a choice early (`check_not_aborted`).
+        """
+        ...
+
+    def encode_end(self, num_prompt_tokens: int) -> bytes:
+        """The last events of a stream that ended well."""
+        ...
+
+    def encode_error(self, error: EngineDeadError | RequestError) -> bytes:
+        """The last events of a stream that fails after its first output."""
+        ...
+
+
+class StreamUsage:
+    """Counts what a stream gives, for the usage in it.
+
+    include: the stream ends with the usage of all choices.
+    continuous: every chunk has the usage of its choice so far.
+    n: choices of each prompt, to count a prompt's cached tokens once.
+    prompt_lens: tokens of each prompt.
+    """
+
+    def __init__(self, *, include: bool, continuous: bool, n: int, prompt_lens: Sequence[int]):
+        self.include = include
+        self.continuous = continuous
+        self._n = n
+        self._prompt_lens = prompt_lens
+        self._num_tokens: dict[int, int] = {}
+        self.num_cached_tokens = 0
+
+    def add(self, output: RequestOutput) -> bool:
+        """Counts an output; whether it is its choice's first."""
+        before = self._num_tokens.get(output.index)
+        self._num_tokens[output.index] = (before or 0) + len(output.token_ids)
+        if before is not None:
+            return False
+        if output.index % self._n == 0:
+            self.num_cached_tokens += output.num_cached_tokens
+        return True
+
+    def of_choice(self, index: int) -> Usage:
+        """One choice so far."""
+        num_prompt = self._prompt_lens[index // self._n]
+        num_tokens = self._num_tokens[index]
+        return Usage(num_prompt, num_tokens, num_prompt + num_tokens)
+
+    def of_all(self, num_prompt_tokens: int) -> Usage:
+        """All choices of all prompts."""
+        return usage_of(num_prompt_tokens, sum(self._num_tokens.values()), self.num_cached_tokens)
+
+
 class StreamEncoder:
-    """Encodes one request's outputs as server-sent events.
+    """The Encoder of a plain stream, made for speed: text alone, with no usage but at the end.
 
     A chunk is `head`, the choice's index, `before_text`, the text as JSON, `after_text`, and the
     finish; everything but index, text and finish is encoded once a request.
@@ -202,7 +261,7 @@ class StreamEncoder:
         self.num_cached_tokens = 0
 
     def encode(self, outputs: list[RequestOutput]) -> bytes:
-        """The events of one or more outputs, and counts them for the usage."""
+        """See Encoder."""
         parts: list[bytes] = []
         for output in outputs:
             self.num_completion_tokens += len(output.token_ids)
@@ -230,25 +289,84 @@ class StreamEncoder:
         return head
 
     def encode_end(self, num_prompt_tokens: int) -> bytes:
-        """The last events of a stream that ended well."""
+        """See Encoder."""
         if not self._include_usage:
-            return _SSE_DONE
+            return SSE_DONE
         usage = usage_of(num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens)
-        return b"data: %b\n\n%b" % (
-            encode_json({**self._fields, "choices": [], "usage": usage}),
-            _SSE_DONE,
-        )
+        return event({**self._fields, "choices": [], "usage": usage}) + SSE_DONE
+
+    def encode_error(self, error: EngineDeadError | RequestError) -> bytes:
+        """See Encoder."""
+        return error_event(error)
+
+
+class ChunkEncoder:
+    """The Encoder of every other stream of `choices`: each chunk is an object of its own.
+
+    Args:
+      fields: the chunk's fields beside `choices` and `usage`.
+      make_choices: the choices of one output's chunks, one a chunk; the second argument says that
+        it is its choice's first output.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, object],
+        make_choices: Callable[[RequestOutput, bool], Iterable[object]],
+        usage: StreamUsage,
+    ):
+        self._head = encode_json(fields)[:-1]
+        self._make_choices = make_choices
+        self._usage = usage
+
+    def encode(self, outputs: list[RequestOutput]) -> bytes:
+        """See Encoder."""
+        parts: list[bytes] = []
+        for output in outputs:
+            if output.finish_reason is not None:
+                check_not_aborted(output)
+            is_first = self._usage.add(output)
+            tail = self._tail(output.index)
+            for choice in self._make_choices(output, is_first):
+                parts += (b"data: ", self._head, b',"choices":[', encode_json(choice), tail)
+        return b"".join(parts)
+
+    def _tail(self, index: int) -> bytes:
+        if self._usage.continuous:
+            return b'],"usage":%b}\n\n' % encode_json(self._usage.of_choice(index))
+        return b'],"usage":null}\n\n' if self._usage.include else b"]}\n\n"
+
+    def encode_end(self, num_prompt_tokens: int) -> bytes:
+        """See Encoder."""
+        if not self._usage.include:
+            return SSE_DONE
+        usage = encode_json(self._usage.of_all(num_prompt_tokens))
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, usage, SSE_DONE)
+
+    def encode_error(self, error: EngineDeadError | RequestError) -> bytes:
+        """See Encoder."""
+        return error_event(error)
+
+
+def event(value: object) -> bytes:
+    """One server-sent event of JSON."""
+    return b"data: %b\n\n" % encode_json(value)
+
+
+def error_event(error: EngineDeadError | RequestError) -> bytes:
+    """An OpenAI-style error as an event; nothing follows it."""
+    return event(error_of(error)[1])
 
 
 async def send_events(
     send: Send,
     stream: RequestStream,
-    encode: Callable[[list[RequestOutput]], bytes],
-    encode_end: Callable[[], bytes],
+    encoder: Encoder,
+    num_prompt_tokens: int,
     headers: Headers,
 ) -> None:
     """Streams a request's outputs; the response starts with the first output, so that what fails
-    before it is an ordinary error. What fails later is an event, and the end of the stream.
+    before it is an ordinary error. What fails later is `encode_error`, and the end of the stream.
 
     Raises:
       EngineDeadError, RequestError: the request failed before its first output.
@@ -256,16 +374,16 @@ async def send_events(
     outputs = await stream.take()
     if not outputs:
         return  # the client is gone
-    data = encode(outputs)
+    data = encoder.encode(outputs)
     await send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *headers]})
     try:
         while data:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             outputs = await stream.take()
-            data = encode(outputs) if outputs else b""
+            data = encoder.encode(outputs) if outputs else b""
         if stream.is_cancelled:
             return
-        data = encode_end()
+        data = encoder.encode_end(num_prompt_tokens)
     except (EngineDeadError, RequestError) as error:
-        data = b"data: %b\n\n" % encode_json(error_of(error)[1])
+        data = encoder.encode_error(error)
     await send({"type": "http.response.body", "body": data})

@@ -227,16 +227,16 @@ async def _run(
     """
     listen(listener, config.server.host, config.server.port)
     metrics = ServerMetrics(config.model.served_model_name)
-    output_processor = OutputProcessor(
-        DetokenizerFactory(tokenizer.backend), metrics, config.info.eos_token_ids
-    )
+    detokenizers = DetokenizerFactory(tokenizer.backend)
+    output_processor = OutputProcessor(detokenizers, metrics, config.info.eos_token_ids)
     llm = AsyncLLM(client, output_processor)
     llm.start()
     context = ServerContext(
         config=config,
         llm=llm,
-        input_processor=InputProcessor(config),
+        input_processor=InputProcessor(config, tokenizer),
         renderer=Renderer(tokenizer, config.model.max_model_len),
+        detokenizers=detokenizers,
         metrics=metrics,
         created_s=int(time.time()),
     )

@@ -9,13 +9,13 @@ from jaxserve.errors import RequestError
 from jaxserve.messages import MAX_STOP_TOKEN_IDS, EngineCoreRequest
 from jaxserve.messages import SamplingParams as CoreSamplingParams
 from jaxserve.sampling_params import SamplingParams
-from tests.fakes_engine import EOS, VOCAB_SIZE, make_config
+from tests.fakes_engine import EOS, VOCAB_SIZE, byte_level_tokenizer, make_config
 
 
 def process(
     prompt: list[int] | None = None, config: dict | None = None, **params: Any
 ) -> list[SequenceRequest]:
-    processor = InputProcessor(make_config(**config or {}))
+    processor = InputProcessor(make_config(**config or {}), byte_level_tokenizer())
     return processor.process(prompt or [1, 2, 3], SamplingParams(**params), arrival_time_s=7.0)
 
 
@@ -24,7 +24,7 @@ def core_params(**params: Any) -> CoreSamplingParams:
 
 
 def test_everything_reaches_the_engine_core() -> None:
-    processor = InputProcessor(make_config(scheduling_policy="priority"))
+    processor = InputProcessor(make_config(scheduling_policy="priority"), byte_level_tokenizer())
     params = SamplingParams(
         temperature=0.5,
         top_k=40,
@@ -99,7 +99,7 @@ def test_seeds_are_random_or_follow_from_the_config() -> None:
     assert core_params().seed != core_params().seed
 
     def seeds(config_seed: int) -> list[int]:
-        processor = InputProcessor(make_config(seed=config_seed))
+        processor = InputProcessor(make_config(seed=config_seed), byte_level_tokenizer())
         made = [processor.process([1], SamplingParams(), arrival_time_s=0) for _ in range(3)]
         return [sequence.core.sampling.seed for (sequence,) in made]
 
@@ -119,7 +119,7 @@ def test_seeds_are_random_or_follow_from_the_config() -> None:
     ),
 )
 def test_max_tokens(num_prompt: int, given: int | None, default: int | None, expected: int) -> None:
-    (sequence,) = InputProcessor(make_config()).process(
+    (sequence,) = InputProcessor(make_config(), byte_level_tokenizer()).process(
         [1] * num_prompt,
         SamplingParams(max_tokens=given),
         arrival_time_s=0,
@@ -152,7 +152,7 @@ def test_limits(prompt: list[int], params: dict, param: str, text: str) -> None:
 
 def test_an_empty_prompt_is_refused_under_its_own_path() -> None:
     with pytest.raises(RequestError) as caught:
-        InputProcessor(make_config()).process(
+        InputProcessor(make_config(), byte_level_tokenizer()).process(
             [], SamplingParams(), arrival_time_s=0, prompt_param="prompt[3]"
         )
     assert caught.value.param == "prompt[3]"
@@ -163,7 +163,7 @@ def test_stop_token_ids_fill_the_room_that_ignored_eos_leaves() -> None:
 
 
 def test_priority_needs_the_policy_that_reads_it() -> None:
-    processor = InputProcessor(make_config())
+    processor = InputProcessor(make_config(), byte_level_tokenizer())
     with pytest.raises(RequestError) as caught:
         processor.process([1], SamplingParams(), arrival_time_s=0, priority=1)
     assert caught.value.param == "priority"
@@ -179,7 +179,7 @@ def test_priority_needs_the_policy_that_reads_it() -> None:
         *(("top_k", value) for value in (-2, 2**31, 0.5)),
         *(("min_p", value) for value in (-0.1, 1.1)),
         *(("seed", value) for value in (2**64, -(2**63) - 1, 0.5)),
-        *(("max_tokens", value) for value in (0, -5, 2**31)),
+        *(("max_tokens", value) for value in (-5, 2**31)),
         *(("min_tokens", value) for value in (-1, None)),
         *(("stop", value) for value in ("", ["x"] * 17, "x" * 1025)),
         *(("ignore_eos", value) for value in (1, None)),

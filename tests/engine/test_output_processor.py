@@ -44,7 +44,7 @@ class Harness:
         self.metrics = ServerMetrics("tiny")
         factory = DetokenizerFactory(byte_level_tokenizer().backend)
         self.processor = OutputProcessor(factory, self.metrics, [EOS])
-        self.inputs = InputProcessor(make_config())
+        self.inputs = InputProcessor(make_config(), byte_level_tokenizer())
         self.aborted: list[str] = []
         self.now_s = 100.0
 

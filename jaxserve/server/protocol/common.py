@@ -42,6 +42,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def sampling_params(self) -> SamplingParams:
         """Raises RequestError when a value is out of range."""
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -61,7 +66,7 @@ class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
