@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What the engine costs around the jitted step: ratios, both sides measured in one run.
+"""What the engine costs around the programs of a step: ratios, both sides measured in one run.
 
     .venv/bin/python scripts/bench_engine.py [--rounds 3] [--concurrency 1,8,32] [serve flags...]
 
 Prints: start-up with an empty and a filled compilation cache; output tokens/s over HTTP beside the
-bare jitted step in a loop at the same batch and context; async beside synchronous scheduling.
+bare programs of a step in a loop at the same batch and context; async beside synchronous
+scheduling.
 The machine is shared: a ratio is of the medians over rounds.
 """
 
@@ -158,10 +159,13 @@ def bare_main(flags: list[str]) -> None:
         buffer = np.empty(bucket.delta_len, np.int32)
         step.fill(buffer, bucket, runner._num_lines)
         upload = jax.device_put(buffer)
-        program = runner._programs.steps[bucket]
+        forward = runner._programs.forwards[bucket]
+        sample = runner._programs.samples[bucket.num_rows]
         started_s = time.perf_counter()
         for _ in range(OUTPUT_TOKENS - 1):
-            tokens, runner._state = program(runner._params, runner._state, upload)
+            logits, sampling_rows, state = forward(runner._params, runner._state, upload)
+            tokens, table = sample(logits, sampling_rows, state.table)
+            runner._state = state._replace(table=table)
         tokens.block_until_ready()
         print(rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s), flush=True)
         # As the plans do not know of these steps, the rows are simply released.
@@ -170,7 +174,7 @@ def bare_main(flags: list[str]) -> None:
 
 
 class Bare:
-    """The bare step's process."""
+    """The bare programs' process."""
 
     def __init__(self, flags: list[str]):
         self._process = subprocess.Popen(

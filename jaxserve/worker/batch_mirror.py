@@ -65,7 +65,8 @@ class BatchMirror:
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._known_tokens: dict[int, np.ndarray] = {}  # rows with tokens the device has not seen
+        # Runs of tokens that the device has not seen, as (first position, tokens), by row.
+        self._known_tokens: dict[int, list[tuple[int, np.ndarray]]] = {}
 
     def apply(self, plan: SchedulerOutput) -> StepInput:
         """Takes in one plan; returns what the device must do for it."""
@@ -74,6 +75,8 @@ class BatchMirror:
             self._is_live[row] = False
             self._known_tokens.pop(row, None)
         writes = [self._admit(admitted) for admitted in plan.admitted]
+        for row, token_ids in plan.forced_tokens:
+            self._force(row, token_ids)
         writes.append(self._add_blocks(plan.new_blocks))
 
         counts = self._is_live.astype(np.int32)
@@ -99,7 +102,7 @@ class BatchMirror:
         self._num_tokens[row] = len(admitted.token_ids)
         self._num_computed[row] = admitted.num_computed_tokens
         self._num_blocks[row] = len(admitted.block_ids)
-        self._known_tokens[row] = np.array(admitted.token_ids, np.int32)
+        self._known_tokens[row] = [(0, np.array(admitted.token_ids, np.int32))]
         fields = admission_fields(
             admitted.sampling, admitted.num_prompt_tokens, admitted.num_computed_tokens
         )
@@ -112,6 +115,13 @@ class BatchMirror:
         writes[1, : len(fields)] = fields
         writes[1, len(fields) :] = admitted.block_ids
         return writes
+
+    def _force(self, row: int, token_ids: list[int]) -> None:
+        """Appends tokens to a row; they follow the one that it samples in a step in flight."""
+        assert self._is_live[row], f"row {row} is forced but not live"
+        known = self._known_tokens.setdefault(row, [])
+        known.append((int(self._num_tokens[row]), np.array(token_ids, np.int32)))
+        self._num_tokens[row] += len(token_ids)
 
     def _add_blocks(self, new_blocks: list[int]) -> Int32[np.ndarray, "2 W"]:
         """Appends (row, block id) pairs to block tables; returns addresses and values."""
@@ -138,9 +148,15 @@ class BatchMirror:
             idx = int(np.searchsorted(rows, row))
             if idx == len(rows) or rows[idx] != row:
                 continue  # sits this step out
-            known = self._known_tokens[row]
-            chunk = known[ends[idx] - q_lens[idx] : ends[idx]]
-            token_ids[starts[idx] : starts[idx] + len(chunk)] = chunk
-            if ends[idx] >= len(known):
+            chunk = token_ids[starts[idx] : starts[idx] + q_lens[idx]]
+            begin, end = int(ends[idx] - q_lens[idx]), int(ends[idx])
+            for first, known in self._known_tokens[row]:
+                start, stop = max(begin, first), min(end, first + len(known))
+                if start < stop:
+                    chunk[start - begin : stop - begin] = known[start - first : stop - first]
+            runs = [run for run in self._known_tokens[row] if run[0] + len(run[1]) > end]
+            if runs:
+                self._known_tokens[row] = runs
+            else:
                 del self._known_tokens[row]
         return token_ids

@@ -148,14 +148,14 @@ def apply_writes(
     return flat.reshape(table.shape)
 
 
-def advance(
-    table: Int32[Array, "lines C"],
-    delta: StepDelta,
-    sampled: Int32[Array, " R"],
-) -> Int32[Array, "lines C"]:
-    """The table after a step: new tokens where rows sampled, and all computed counts moved on."""
-    is_sampled = delta.samples.astype(bool)
-    lines = jnp.where(is_sampled, delta.rows, table.shape[0])
-    table = table.at[lines, Field.LAST_TOKEN].set(sampled, mode="drop")
+def advance(table: Int32[Array, "lines C"], delta: StepDelta) -> Int32[Array, "lines C"]:
+    """The table when the step's tokens are computed."""
     q_lens = delta.cu_q_lens[1:] - delta.cu_q_lens[:-1]
     return table.at[delta.rows, Field.NUM_COMPUTED].add(q_lens, mode="drop")
+
+
+def set_last_tokens(
+    table: Int32[Array, "lines C"], rows: Int32[Array, " R"], tokens: Int32[Array, " R"]
+) -> Int32[Array, "lines C"]:
+    """The table with a newest token for each of `rows`; lines past the end are dropped."""
+    return table.at[rows, Field.LAST_TOKEN].set(tokens, mode="drop")

@@ -3,7 +3,7 @@
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
     """One compiled shape of the step.
 

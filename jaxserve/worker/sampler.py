@@ -18,7 +18,6 @@ from jaxserve.worker.batch_state import RowFields
 _TILE = 256  # vocabulary entries summed at once on the way to a draw
 
 
-@jax.jit  # traced once for all buckets of as many rows
 def sample(
     logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
 ) -> Int32[Array, " R"]:
@@ -39,6 +38,13 @@ def sample(
         lambda: greedy,
         lambda: jnp.where(is_greedy, greedy, _draw_rows(logits, rows, num_tokens)),
     )
+
+
+def bar_by_mask(logits: Float32[Array, "R V"], mask: Int32[Array, "R W"]) -> Float32[Array, "R V"]:
+    """-inf where a row's bit is 0; bit i % 32 of word i // 32 is that of token i."""
+    num_rows, vocab_size = logits.shape
+    bits = mask[:, :, None] >> jnp.arange(32) & 1
+    return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
 
 
 def _bar_stop_tokens(

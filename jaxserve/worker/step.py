@@ -1,4 +1,9 @@
-"""The jitted step: apply a delta, run the model, sample, write the new tokens back."""
+"""The two programs of a step: `forward` applies a delta and runs the model; `sample_step` samples
+from its logits and writes the new tokens back.
+
+They are two so that a grammar's mask can be made while the model runs, and so that the sampler is
+compiled once a number of rows, not once a bucket.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,9 +14,15 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.registry import Params, model_for
-from jaxserve.worker.batch_state import advance, apply_writes, read_rows, unpack_delta
+from jaxserve.worker.batch_state import (
+    advance,
+    apply_writes,
+    read_rows,
+    set_last_tokens,
+    unpack_delta,
+)
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.sampler import sample
+from jaxserve.worker.sampler import bar_by_mask, sample
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
 
 
@@ -36,10 +47,12 @@ class DeviceState(NamedTuple):
 
 def forward(
     spec: StepSpec, bucket: Bucket, params: Params, state: DeviceState, buffer: Int32[Array, " D"]
-) -> tuple[Float32[Array, "R V"], DeviceState]:
+) -> tuple[Float32[Array, "R V"], Int32[Array, " R"], DeviceState]:
     """Applies the delta's writes, computes its tokens, and scores the next token of each row.
 
-    The logits of rows that do not sample, and of padding, are those of some other token.
+    Returns the logits, the table line of each row that samples (past the table's end for rows that
+    do not, and for padding), and the state. The logits of rows that do not sample, and of padding,
+    are those of some other token.
     """
     delta = unpack_delta(buffer, bucket)
     table = apply_writes(state.table, delta.addresses, delta.values)
@@ -80,27 +93,22 @@ def forward(
     )
     last_tokens = jnp.maximum(delta.cu_q_lens[1:] - 1, 0)
     logits = model.logits(params, spec.info, hidden[last_tokens])
-    return logits, DeviceState(table, kv_cache)
+    sampling_rows = jnp.where(delta.samples.astype(bool), delta.rows, table.shape[0])
+    return logits, sampling_rows, DeviceState(advance(table, delta), kv_cache)
 
 
-def sample_and_advance(
-    bucket: Bucket,
+def sample_step(
     logits: Float32[Array, "R V"],
+    sampling_rows: Int32[Array, " R"],
     table: Int32[Array, "lines C"],
-    buffer: Int32[Array, " D"],
+    mask: Int32[Array, "R W"] | None = None,
 ) -> tuple[Int32[Array, " R"], Int32[Array, "lines C"]]:
-    """Samples from `forward`'s logits and moves the table on; the writes are already applied."""
-    delta = unpack_delta(buffer, bucket)
-    rows = read_rows(table, delta.rows)
-    num_tokens = rows.num_computed + delta.cu_q_lens[1:] - delta.cu_q_lens[:-1]
-    sampled = sample(logits, rows, num_tokens)
-    return sampled, advance(table, delta, sampled)
+    """Samples from `forward`'s logits; returns tokens in batch row order, and the table.
 
-
-def step(
-    spec: StepSpec, bucket: Bucket, params: Params, state: DeviceState, buffer: Int32[Array, " D"]
-) -> tuple[Int32[Array, " R"], DeviceState]:
-    """`forward` and `sample_and_advance` as one program: sampled tokens in batch row order."""
-    logits, state = forward(spec, bucket, params, state, buffer)
-    sampled, table = sample_and_advance(bucket, logits, state.table, buffer)
-    return sampled, DeviceState(table, state.kv_cache)
+    mask: bits of the tokens that each row may sample, as in `messages.GrammarMask`.
+    """
+    rows = read_rows(table, sampling_rows)
+    if mask is not None:
+        logits = bar_by_mask(logits, mask)
+    sampled = sample(logits, rows, rows.num_computed)
+    return sampled, set_last_tokens(table, sampling_rows, sampled)

@@ -1,4 +1,4 @@
-"""Compiles every step before the first request, in parallel and into a cache on disk."""
+"""What surrounds compiling: many at once, kept on disk, and counted when there should be none."""
 
 import concurrent.futures
 import logging
@@ -7,16 +7,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
 from jaxserve.errors import UserError
-from jaxserve.worker.batch_state import apply_writes
-from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.step import DeviceState, StepSpec, forward, sample_and_advance, step
 
 logger = logging.getLogger(__name__)
 
@@ -69,51 +66,6 @@ def use_compilation_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def compile_step(
-    spec: StepSpec, bucket: Bucket, params: object, state: DeviceState
-) -> jax.stages.Compiled:
-    """The step for one bucket: (params, state, buffer) -> (tokens, state). Donates the state.
-
-    `params` and `state` may be arrays or their shapes.
-    """
-
-    def jaxserve_step(params, state, buffer):
-        return step(spec, bucket, params, state, buffer)
-
-    return _compile(jaxserve_step, (1,), params, state, _buffer_shape(bucket))
-
-
-def compile_forward(
-    spec: StepSpec, bucket: Bucket, params: object, state: DeviceState
-) -> jax.stages.Compiled:
-    """The first half of the step: (params, state, buffer) -> (logits, state)."""
-
-    def jaxserve_forward(params, state, buffer):
-        return forward(spec, bucket, params, state, buffer)
-
-    return _compile(jaxserve_forward, (1,), params, state, _buffer_shape(bucket))
-
-
-def compile_sample(spec: StepSpec, bucket: Bucket, state: DeviceState) -> jax.stages.Compiled:
-    """The second half of the step: (logits, table, buffer) -> (tokens, table)."""
-
-    def jaxserve_sample(logits, table, buffer):
-        return sample_and_advance(bucket, logits, table, buffer)
-
-    logits = jax.ShapeDtypeStruct((bucket.num_rows, spec.info.vocab_size), jax.numpy.float32)
-    return _compile(jaxserve_sample, (1,), logits, state.table, _buffer_shape(bucket))
-
-
-def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
-    """(table, addresses, values) -> table, for more writes than a step carries."""
-
-    def jaxserve_writes(table, addresses, values):
-        return apply_writes(table, addresses, values)
-
-    writes = jax.ShapeDtypeStruct((num_writes,), jax.numpy.int32)
-    return _compile(jaxserve_writes, (0,), state.table, writes, writes)
-
-
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
     """Device memory that a program needs beside its arguments and results."""
     analysis = compiled.memory_analysis()
@@ -121,30 +73,21 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
-def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.stages.Compiled:
-    with jax.enable_x64(False):  # whatever the program around an LLM has chosen
-        return jax.jit(function, donate_argnums=donate).lower(*args).compile()
-
-
-def _buffer_shape(bucket: Bucket) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((bucket.delta_len,), jax.numpy.int32)
-
-
-def run_parallel(
-    jobs: Sequence[Callable[[], jax.stages.Compiled]],
-) -> list[jax.stages.Compiled]:
+def run_parallel[Key: Hashable](
+    jobs: Mapping[Key, Callable[[], jax.stages.Compiled]],
+) -> dict[Key, jax.stages.Compiled]:
     """Runs compile jobs in threads, with a progress bar on a terminal and one log line."""
     started_s = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = {key: pool.submit(job) for key, job in jobs.items()}
         progress = tqdm(
-            concurrent.futures.as_completed(futures),
+            concurrent.futures.as_completed(futures.values()),
             total=len(futures),
             desc="Compiling",
             disable=not (sys.stderr.isatty() or "ipykernel" in sys.modules),
         )
         for _ in progress:
             pass
-        compiled = [future.result() for future in futures]
+        compiled = {key: future.result() for key, future in futures.items()}
     logger.info("Compiled %d programs in %.1f s", len(jobs), time.perf_counter() - started_s)
     return compiled

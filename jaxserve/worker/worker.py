@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -12,16 +12,12 @@ import jax.numpy as jnp
 
 from jaxserve.checkpoint.demo import cache_dir
 from jaxserve.config import EngineConfig, check_resolved, replace
-from jaxserve.messages import ModelRunnerOutput, SchedulerOutput
+from jaxserve.messages import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from jaxserve.worker import programs as compiled
 from jaxserve.worker import sizing, warmup
 from jaxserve.worker.buckets import Bucket, make_buckets
-from jaxserve.worker.model_runner import (
-    EXTRA_WRITES,
-    ModelRunner,
-    Programs,
-    empty_state,
-    state_shapes,
-)
+from jaxserve.worker.model_runner import ModelRunner
+from jaxserve.worker.programs import Job, Key, Programs, empty_state, state_shapes
 from jaxserve.worker.step import DeviceState, StepSpec
 from jaxserve.worker.weights import load_params, param_shapes
 
@@ -29,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One process's share of the model. `load` first, then `execute` and `collect` steps."""
+    """One process's share of the model. `load` first, then `execute` and `collect` steps; between
+    the two `sample` where a plan awaits a mask."""
 
     def __init__(self, config: EngineConfig):
         self._config = config
@@ -78,6 +75,11 @@ class Worker:
         assert self._runner is not None, "load() first"
         self._runner.execute(plan)
 
+    def sample(self, mask: GrammarMask) -> None:
+        """See `ModelRunner.sample`."""
+        assert self._runner is not None, "load() first"
+        self._runner.sample(mask)
+
     def collect(self) -> ModelRunnerOutput:
         """See `ModelRunner.collect`."""
         assert self._runner is not None, "load() first"
@@ -92,39 +94,48 @@ class Worker:
     ) -> tuple[EngineConfig, Programs, DeviceState]:
         """Compiles all programs, for a KV cache of the size that the largest step leaves room for.
 
-        Where the size does not hang on the step, all compile at once; else the largest goes first.
+        Where the size does not hang on the step, all compile at once; else first what tells how
+        much a step needs.
         """
         layout = sizing.kv_cache_layout(config, platform)
         spec = StepSpec(config.info, layout, config.worker.attention)
         scheduler = config.scheduler
-        *buckets, largest = make_buckets(
+        buckets = make_buckets(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
             sizing.smallest_bucket(platform),
         )
         rows_and_blocks = scheduler.max_num_seqs, sizing.blocks_per_sequence(config)
 
-        def job(bucket: Bucket, num_blocks: int) -> Callable[[], jax.stages.Compiled]:
+        def forward_jobs(buckets: Iterable[Bucket], num_blocks: int) -> dict[Key, Job]:
             state = state_shapes(spec, *rows_and_blocks, num_blocks)
-            return functools.partial(warmup.compile_step, spec, bucket, params, state)
+            return {
+                ("forwards", bucket): functools.partial(
+                    compiled.compile_forward, spec, bucket, params, state
+                )
+                for bucket in buckets
+            }
 
-        def compile_all(num_blocks: int) -> list[jax.stages.Compiled]:
-            """The largest step, the other steps, the writes."""
-            state = state_shapes(spec, *rows_and_blocks, num_blocks)
-            jobs = [job(bucket, num_blocks) for bucket in (largest, *buckets)]
-            jobs.append(functools.partial(warmup.compile_writes, state, EXTRA_WRITES))
-            return warmup.run_parallel(jobs)
-
+        buckets = buckets[::-1]  # the largest first: it takes longest
+        # What a step needs does not depend on the cache's size: measured with the smallest one.
+        smallest = sizing.blocks_per_sequence(config) + 1
+        small_jobs = compiled.small_jobs(
+            spec,
+            sorted({bucket.num_rows for bucket in buckets}),
+            state_shapes(spec, *rows_and_blocks, smallest),
+        )
         size = functools.partial(sizing.size_kv_cache, config, platform, free_bytes)
         blocks = size(step_temp_bytes=0)
         if blocks.depends_on_step:
-            # What a step needs does not depend on the cache's size: measured with the smallest one.
-            smallest = sizing.blocks_per_sequence(config) + 1
-            blocks = size(warmup.temp_bytes(job(largest, smallest)()))
-        programs = compile_all(blocks.count)
-        sized = size(warmup.temp_bytes(programs[0]))
+            programs = warmup.run_parallel(forward_jobs(buckets[:1], smallest) | small_jobs)
+            blocks = size(compiled.step_bytes(spec, buckets, programs))
+            programs |= warmup.run_parallel(forward_jobs(buckets, blocks.count))
+        else:
+            programs = warmup.run_parallel(forward_jobs(buckets, blocks.count) | small_jobs)
+        sized = size(compiled.step_bytes(spec, buckets, programs))
         if sized.count < blocks.count:  # the step leaves less than the platform's default
-            blocks, programs = sized, compile_all(sized.count)
+            blocks = sized
+            programs |= warmup.run_parallel(forward_jobs(buckets, sized.count))
         logger.info(
             "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
             blocks.count,
@@ -132,8 +143,6 @@ class Worker:
             blocks.count * blocks.bytes_per_block / 2**30,
             blocks.reason,
         )
-        largest_step, *steps, writes = programs
-        in_order = dict(zip([*buckets, largest], [*steps, largest_step], strict=True))
         config = replace(config, num_kv_blocks=blocks.count)
         state = state_shapes(spec, *rows_and_blocks, blocks.count)
-        return config, Programs(in_order, writes), state
+        return config, compiled.join_programs(programs), state

@@ -1,8 +1,8 @@
 """The worker process: `python -m jaxserve.worker.worker_process`, started by the executor.
 
-Main loop: read a plan -> execute it. Output thread: collect a result -> send it. A worker exits
-when the engine core says so or dies (`jaxserve.processes`), and with code 1 when it fails itself;
-its last message then says why.
+Main loop: read a plan -> execute it; read a mask -> sample with it. Output thread: collect a
+result -> send it. A worker exits when the engine core says so or dies (`jaxserve.processes`), and
+with code 1 when it fails itself; its last message then says why.
 """
 
 import gc
@@ -19,7 +19,7 @@ from jaxserve.engine.executor.ring_buffer import RingBuffer, RingReader
 from jaxserve.errors import UserError
 from jaxserve.logs import setup_logging
 from jaxserve.messages import (
-    SchedulerOutput,
+    GrammarMask,
     WorkerFailed,
     WorkerOutput,
     WorkerReady,
@@ -64,9 +64,13 @@ class WorkerProcess:
 
     def _run_plan_loop(self, worker: Worker) -> None:
         while True:
-            plan = decode_worker_input(self._plans.read())
-            assert isinstance(plan, SchedulerOutput), plan
-            worker.execute(plan)
+            message = decode_worker_input(self._plans.read())
+            if isinstance(message, GrammarMask):
+                worker.sample(message)
+            else:
+                worker.execute(message)
+                if message.awaits_mask:
+                    continue
             self._num_executed.put(None)
 
     def _run_output_loop(self, worker: Worker) -> None:

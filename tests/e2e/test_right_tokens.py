@@ -7,10 +7,10 @@ import pytest
 
 from jaxserve.config import replace
 from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
-from jaxserve.worker import sizing, warmup
+from jaxserve.worker import sizing
 from jaxserve.worker.batch_mirror import BatchMirror
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.model_runner import empty_state, state_shapes
+from jaxserve.worker.programs import compile_forward, empty_state, state_shapes
 from jaxserve.worker.step import StepSpec
 from jaxserve.worker.weights import load_params
 from tests.e2e.engine import GOLDENS
@@ -55,7 +55,7 @@ def test_first_logits(demo_worker, dtype, sigma):
     max_blocks = sizing.blocks_per_sequence(config)
     state = empty_state(state_shapes(spec, 4, max_blocks, 64), device)
     params = load_params(config.info, jnp.dtype(dtype), device)
-    forward = warmup.compile_forward(spec, bucket, params, state)
+    forward = compile_forward(spec, bucket, params, state)
     checked = 0
     for golden in GOLDENS["prompts"]:
         prompt = golden["prompt_ids"]
@@ -66,7 +66,7 @@ def test_first_logits(demo_worker, dtype, sigma):
         plan = SchedulerOutput(0, admitted=[admitted], num_tokens=[1, len(prompt)])
         buffer = np.empty(bucket.delta_len, np.int32)
         BatchMirror(4, max_blocks).apply(plan).fill(buffer, bucket, 4)
-        logits, state = forward(params, state, jnp.asarray(buffer))
+        logits, _, state = forward(params, state, jnp.asarray(buffer))
         logits = np.asarray(logits)[0]
         first = golden["first_logits"]
         ids = first["top_ids"] + GOLDENS["probe_ids"]

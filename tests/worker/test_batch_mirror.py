@@ -61,9 +61,19 @@ class Simulation:
         rng.shuffle(free)
         admitted = [self._admit(row) for row in free]
         self.happened["re-admitted at once"] += len(set(free) & set(released))
+        forced = [self._force(row) for row in old if rng.random() < 0.15]
         new_blocks = self._add_blocks(old)
         num_tokens, step = self._compute()
-        return SchedulerOutput(step_id, released, admitted, new_blocks, num_tokens), step
+        plan = SchedulerOutput(step_id, released, admitted, new_blocks, num_tokens, forced)
+        return plan, step
+
+    def _force(self, row: int) -> tuple[int, list[int]]:
+        sim = self.live[row]
+        token_ids = [self._rng.randrange(1000) for _ in range(self._rng.randint(1, 4))]
+        sim.known += [-1] * (sim.num_tokens - len(sim.known)) + token_ids
+        sim.num_tokens += len(token_ids)
+        self.happened["forced"] += 1
+        return row, token_ids
 
     def _admit(self, row: int) -> AdmittedRow:
         rng = self._rng
@@ -179,6 +189,7 @@ def test_the_simulation_reaches_every_kind_of_plan():
         for name in (
             "re-admitted at once",
             "new blocks",
+            "forced",
             "sits out",
             "samples",
             "part of a prompt",
@@ -253,6 +264,7 @@ def admitted(row: int, num_tokens: int = 3) -> AdmittedRow:
             SchedulerOutput(8, released_rows=[1], num_tokens=[1, 1]),
             "step 8 computes tokens that no live row has",
         ),
+        (SchedulerOutput(8, forced_tokens=[(0, [5])]), "row 0 is forced but not live"),
         (SchedulerOutput(8, new_blocks=[0, 5]), "row 0 gets a block but is not live"),
         (SchedulerOutput(8, new_blocks=[1, 5] * BLOCKS_PER_ROW), "row 1 has no place left"),
     ],

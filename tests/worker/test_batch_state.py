@@ -17,6 +17,7 @@ from jaxserve.worker.batch_state import (
     apply_writes,
     num_columns,
     read_rows,
+    set_last_tokens,
     unpack_delta,
 )
 from jaxserve.worker.buckets import Bucket
@@ -29,6 +30,7 @@ LARGEST = np.iinfo(np.int32).max
 _read_rows = jax.jit(read_rows)
 _apply_writes = jax.jit(apply_writes, donate_argnums=0)
 _advance = jax.jit(advance)
+_set_last_tokens = jax.jit(set_last_tokens)
 
 
 def garbage_table() -> np.ndarray:
@@ -143,7 +145,7 @@ def test_writes_reach_their_cells_and_padding_none():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_advance_moves_counts_and_the_tokens_of_rows_that_sampled(data):
+def test_counts_move_on_and_rows_that_sampled_have_new_tokens(data):
     max_rows = 5
     rows = sorted(data.draw(st.sets(st.integers(0, NUM_LINES - 1), max_size=max_rows)))
     q_lens = [data.draw(st.integers(1, 4)) for _ in rows]
@@ -167,7 +169,9 @@ def test_advance_moves_counts_and_the_tokens_of_rows_that_sampled(data):
         values=array([GARBAGE]),
     )
     table = garbage_table()
-    after = np.asarray(_advance(table, delta, sampled))
+    after = np.asarray(_advance(table, delta))
+    sampling_rows = np.where(delta.samples, delta.rows, past_the_end).astype(np.int32)
+    after = np.asarray(_set_last_tokens(after, sampling_rows, sampled))
 
     expected = table.copy()
     for i, row in enumerate(rows):

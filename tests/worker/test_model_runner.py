@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import msgspec
+import numpy as np
 import pytest
 
-from jaxserve.messages import SamplingParams
+from jaxserve.messages import GrammarMask, SamplingParams
 from jaxserve.worker import model_runner
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.model_runner import ModelRunner, Programs
+from jaxserve.worker.model_runner import ModelRunner
+from jaxserve.worker.programs import Programs
 from tests.worker import tiny
 
 # So hot that another random number nearly always means another token.
@@ -39,8 +42,10 @@ def _small_extra_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted_programs(buckets: tuple[Bucket, ...] = tiny.BUCKETS) -> Programs:
     """Programs that all tests share, with counters of their own."""
-    steps = {bucket: Counted(tiny.compiled_step(bucket)) for bucket in buckets}
-    return Programs(steps, Counted(tiny.compiled_writes()))
+    forwards = {bucket: Counted(tiny.compiled_forward(bucket)) for bucket in buckets}
+    plain, masked = (Counted(tiny.compiled_sample(is_masked)) for is_masked in (False, True))
+    rows = tiny.NUM_ROWS
+    return Programs(forwards, {rows: plain}, {rows: masked}, Counted(tiny.compiled_writes()))
 
 
 def make_runner(programs: Programs | None = None) -> ModelRunner:
@@ -216,6 +221,96 @@ def test_one_thread_executes_and_another_collects():
     assert collected == expected
 
 
+# --- masks and forced tokens ---------------------------------------------------------------------
+
+
+def mask_for(step_id: int, allowed: dict[int, list[int]]) -> GrammarMask:
+    """A mask that lets each row sample its tokens only."""
+    bits = np.zeros((len(allowed), 64), bool)
+    for line, token_ids in zip(bits, allowed.values(), strict=True):
+        line[token_ids] = True
+    packed = np.packbits(bits, axis=1, bitorder="little")
+    return GrammarMask(step_id, list(allowed), packed.tobytes())
+
+
+@pytest.mark.parametrize("sampling", [tiny.GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_masked_rows_sample_what_they_may_and_others_as_always(sampling):
+    expected = generate(make_runner(), tiny.prompt(5), sampling, [5], row=2)
+    runner, planner, free = make_runner(), tiny.Planner(), []
+    planner.admit(2, tiny.prompt(5), sampling)
+    planner.admit(1, tiny.prompt(6), sampling)
+    planner.admit(3, tiny.prompt(9), sampling)
+    masked: dict[int, list[int]] = {1: [], 3: []}
+    for step in range(8):
+        counts = {1: 6, 2: 5, 3: 4} if step == 0 else {3: 5} if step == 1 else {}
+        plan, rows = planner.plan(counts, awaits_mask=True)
+        allowed = {r: [r, 31, 32, 63 - step] for r in rows if r != 2}
+        runner.execute(plan)
+        runner.sample(mask_for(plan.step_id, allowed))
+        output = runner.collect()
+        assert output.step_id == plan.step_id
+        for row, token in zip(rows, output.sampled_token_ids, strict=True):
+            if row == 2:
+                free.append(token)
+            else:
+                assert token in allowed[row]
+                masked[row].append(token)
+    assert free == expected
+    assert len(masked[1]) == 8 and len(masked[3]) == 7
+
+
+def test_a_mask_with_one_token_left_forces_it():
+    runner, planner = make_runner(), tiny.Planner()
+    planner.admit(0, tiny.prompt(4), SEEDED)
+    for token in (0, 31, 32, 63, 7):
+        plan, _ = planner.plan({0: planner.missing(0)})
+        plan = msgspec.structs.replace(plan, awaits_mask=True)
+        runner.execute(plan)
+        runner.sample(mask_for(plan.step_id, {0: [token]}))
+        assert runner.collect().sampled_token_ids == [token]
+
+
+def test_a_mask_must_be_the_awaited_one():
+    runner, planner = make_runner(), tiny.Planner()
+    planner.admit(0, tiny.prompt(4))
+    with pytest.raises(AssertionError, match="no step awaits the mask of step 1"):
+        runner.sample(mask_for(1, {0: [1]}))
+    runner.execute(planner.plan({0: 4}, awaits_mask=True)[0])
+    with pytest.raises(AssertionError, match="no step awaits the mask of step 7"):
+        runner.sample(mask_for(7, {0: [1]}))
+    with pytest.raises(AssertionError, match="step 2 comes before a mask"):
+        runner.execute(planner.plan()[0])
+    with pytest.raises(AssertionError, match="masks rows that do not compute"):
+        runner.sample(mask_for(1, {2: [1]}))
+
+
+@pytest.mark.parametrize("sampling", [tiny.GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("chunks", [[4], [2, 2], [1, 3], [3, 0, 1]], ids=str)
+def test_forced_tokens_follow_the_one_in_flight(sampling, chunks):
+    """The same tokens come as when all were known from the start."""
+    prompt, forced = tiny.prompt(5), [9, 8, 7]
+    runner, planner, tokens = make_runner(), tiny.Planner(), []
+    planner.admit(0, tiny.prompt(3, seed=4))
+    planner.admit(1, prompt, sampling)
+    plans = [planner.plan({0: 3, 1: 5})]  # not collected before the next is there
+    planner.force(1, forced)
+    plans += [planner.plan({1: count} if count != 1 else {}) for count in chunks]
+    plans += [planner.plan() for _ in range(3)]
+    for plan, _ in plans:
+        runner.execute(plan)
+    for _, rows in plans:
+        sampled = dict(zip(rows, runner.collect().sampled_token_ids, strict=True))
+        tokens += [sampled[1]] if 1 in sampled else []
+    first = generate(make_runner(), prompt, sampling, [5], num_tokens=1)
+    anew, planner, expected = make_runner(), tiny.Planner(), []
+    planner.admit(1, prompt + first + forced, sampling, num_prompt_tokens=5)
+    for _ in range(4):
+        missing = planner.missing(1)
+        anew.execute(planner.plan({1: missing} if missing != 1 else {})[0])
+        expected += anew.collect().sampled_token_ids
+    assert tokens == first + expected
+
+
 # --- compilations --------------------------------------------------------------------------------
 
 
@@ -223,24 +318,26 @@ def test_nothing_compiles_after_warm_up_and_what_does_is_counted():
     programs = counted_programs()
     runner = make_runner(programs)
     runner.warm_up()
-    assert all(program.count == 1 for program in (*programs.steps.values(), programs.writes))
+    forwards, samples, masked_samples, writes = programs
+    assert all(program.count == 1 for program in (*forwards.values(), writes))
+    assert samples[tiny.NUM_ROWS].count == masked_samples[tiny.NUM_ROWS].count == 2
     planner = tiny.Planner()
     planner.admit(0, tiny.prompt(20))
     planner.admit(3, tiny.prompt(2), SEEDED)
     for counts in ({0: 17, 3: 2}, {0: 3}, {}):
         runner.execute(planner.plan(counts)[0])
         assert runner.collect().num_compiles == 0
-    assert programs.writes.count == 2 and programs.steps[tiny.LARGE].count == 2
+    assert programs.writes.count == 2 and programs.forwards[tiny.LARGE].count == 2
     compile_something(3)  # somebody else's program in the same process
     runner.execute(planner.plan()[0])
     assert runner.collect().num_compiles == 0
-    small = programs.steps[tiny.SMALL]
+    small = programs.forwards[tiny.SMALL]
 
     def compiling(*args):
         compile_something(5)
         return small(*args)
 
-    programs.steps[tiny.SMALL] = compiling
+    programs.forwards[tiny.SMALL] = compiling
     runner.execute(planner.plan()[0])
     assert runner.collect().num_compiles == 1
 

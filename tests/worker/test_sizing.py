@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig, replace
 from jaxserve.errors import UserError
-from jaxserve.worker import sizing, warmup, worker
+from jaxserve.worker import programs, sizing, warmup, worker
 from jaxserve.worker.sizing import KVBlocks, resolve_for_device, size_kv_cache
 from jaxserve.worker.weights import param_shapes
 from pallas_kernels.ragged_paged_attention import reference, xla
@@ -342,9 +342,11 @@ def test_a_worker_takes_no_more_than_its_step_leaves_free(
     program = mock.Mock(spec=jax.stages.Compiled)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(warmup, "use_compilation_cache", lambda _: None)
-    monkeypatch.setattr(warmup, "compile_step", lambda *_: program)
-    monkeypatch.setattr(warmup, "run_parallel", lambda jobs: [program] * len(jobs))
-    monkeypatch.setattr(warmup, "temp_bytes", lambda _: temp_blocks * BLOCK_BYTES)
+    monkeypatch.setattr(warmup, "run_parallel", lambda jobs: dict.fromkeys(jobs, program))
+    logits_bytes = 4 * INFO.vocab_size * 4  # of one step; two are in flight
+    monkeypatch.setattr(
+        programs, "temp_bytes", lambda _: temp_blocks * BLOCK_BYTES - 2 * logits_bytes
+    )
     for name in ("load_params", "empty_state", "ModelRunner"):
         monkeypatch.setattr(worker, name, mock.Mock())
     config = replace(CONFIG, served_model_name="tiny", **changes)

@@ -1,4 +1,4 @@
-"""The jitted step: against its two halves, against a NumPy model, and with padding poisoned."""
+"""A step's two programs: against a NumPy model, and with padding poisoned."""
 
 import random
 
@@ -59,28 +59,22 @@ def bits(array: jax.Array) -> np.ndarray:
     return np.array(array).view(np.int32)
 
 
+def run_step(state: DeviceState, buffer: np.ndarray) -> tuple[jax.Array, jax.Array, DeviceState]:
+    """Logits, tokens and the state after a step."""
+    logits, rows, state = tiny.compiled_forward()(tiny.params(), state, buffer)
+    sampled, table = tiny.compiled_sample()(logits, rows, state.table)
+    return logits, sampled, state._replace(table=table)
+
+
 def run(state: DeviceState, uploads: list[np.ndarray]) -> tuple[list[np.ndarray], DeviceState]:
-    """Each step's tokens of the rows that sample, by the fused step."""
-    compiled, tokens = tiny.compiled_step(tiny.SMALL), []
+    """Each step's tokens of the rows that sample."""
+    tokens = []
     for buffer in uploads:
-        sampled, state = compiled(tiny.params(), state, buffer)
+        _, sampled, state = run_step(state, buffer)
         delta = unpack_delta(buffer, tiny.SMALL)
         samples = delta.samples[: delta.num_rows[0]].astype(bool)
         tokens.append(np.asarray(sampled)[: len(samples)][samples])
     return tokens, state
-
-
-def test_the_step_is_its_two_halves():
-    whole, halves = tiny.fresh_state(), tiny.fresh_state()
-    for buffer in uploads_of(scenario()):
-        tokens, whole = tiny.compiled_step(tiny.SMALL)(tiny.params(), whole, buffer)
-        logits, halves = tiny.compiled_forward()(tiny.params(), halves, buffer)
-        sampled, table = tiny.compiled_sample()(logits, halves.table, buffer)
-        halves = DeviceState(table, halves.kv_cache)
-        num_rows = unpack_delta(buffer, tiny.SMALL).num_rows[0]
-        assert np.asarray(sampled)[:num_rows].tolist() == np.asarray(tokens)[:num_rows].tolist()
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(halves), strict=True):
-            np.testing.assert_array_equal(bits(a), bits(b))
 
 
 def test_logits_are_those_of_the_whole_sequence_from_scratch():
@@ -93,9 +87,7 @@ def test_logits_are_those_of_the_whole_sequence_from_scratch():
             params[admitted.row] = admitted.sampling
             prompt_lens[admitted.row] = len(admitted.token_ids)
             sequences[admitted.row] = list(admitted.token_ids)
-        logits, state = tiny.compiled_forward()(tiny.params(), state, buffer)
-        sampled, table = tiny.compiled_sample()(logits, state.table, buffer)
-        state = DeviceState(table, state.kv_cache)
+        logits, sampled, state = run_step(state, buffer)
         rows = unpack_delta(buffer, tiny.SMALL).rows.tolist()
         for row in sampling_rows:
             idx = rows.index(row)
@@ -201,15 +193,14 @@ def num_bytes(state: DeviceState) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("program", ["step", "forward"])
-def test_the_state_is_updated_in_place(program):
+def test_the_state_is_updated_in_place():
     state = tiny.fresh_state()
-    compiled = {"step": tiny.compiled_step(tiny.SMALL), "forward": tiny.compiled_forward()}[program]
+    compiled = tiny.compiled_forward()
     assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes(state)
     leaves = jax.tree.leaves(state)
     places = [leaf.unsafe_buffer_pointer() for leaf in leaves]
     buffer = uploads_of(scenario())[0]
-    _, state = compiled(tiny.params(), state, buffer)
+    *_, state = compiled(tiny.params(), state, buffer)
     assert all(leaf.is_deleted() for leaf in leaves)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == places
 
@@ -221,12 +212,13 @@ def test_the_table_is_updated_in_place():
     written = tiny.compiled_writes()(table, nothing, nothing)
     assert table.is_deleted() and written.unsafe_buffer_pointer() == place
     logits = np.zeros((tiny.NUM_ROWS, tiny.INFO.vocab_size), np.float32)
-    _, advanced = tiny.compiled_sample()(logits, written, uploads_of(scenario())[0])
+    rows = np.arange(tiny.NUM_ROWS, dtype=np.int32)
+    _, advanced = tiny.compiled_sample()(logits, rows, written)
     assert written.is_deleted() and advanced.unsafe_buffer_pointer() == place
 
 
 def test_temporaries_do_not_grow_with_the_cache():
     few, many = (
-        warmup.temp_bytes(tiny.compiled_step(tiny.SMALL, n)) for n in (tiny.NUM_BLOCKS, 4000)
+        warmup.temp_bytes(tiny.compiled_forward(tiny.SMALL, n)) for n in (tiny.NUM_BLOCKS, 4000)
     )
     assert few == many

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.errors import UserError
-from jaxserve.worker import warmup
-from jaxserve.worker.model_runner import state_shapes
+from jaxserve.worker import programs, warmup
+from jaxserve.worker.programs import state_shapes
 from jaxserve.worker.warmup import CompileCounter
 from tests.worker import tiny
 
@@ -57,12 +57,12 @@ def test_programs_do_not_depend_on_x64():
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tiny.params())
     state = state_shapes(tiny.SPEC, tiny.NUM_ROWS, tiny.BLOCKS_PER_ROW, tiny.NUM_BLOCKS)
     with jax.enable_x64(True):
-        program = warmup.compile_step(tiny.SPEC, tiny.SMALL, params, state)
-    tokens, _ = program.out_info
-    assert tokens.dtype == jnp.int32
+        program = programs.compile_forward(tiny.SPEC, tiny.SMALL, params, state)
+    logits, rows, _ = program.out_info
+    assert (logits.dtype, rows.dtype) == (jnp.float32, jnp.int32)
 
 
-def test_jobs_run_side_by_side_and_come_back_in_order(monkeypatch, caplog):
+def test_jobs_run_side_by_side_and_come_back_by_key(monkeypatch, caplog):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     barrier = threading.Barrier(3)
 
@@ -73,9 +73,9 @@ def test_jobs_run_side_by_side_and_come_back_in_order(monkeypatch, caplog):
 
     with caplog.at_level(logging.INFO, warmup.__name__):
         factors = range(2001, 2006)
-        programs = warmup.run_parallel([lambda f=f: job(f) for f in factors])
+        done = warmup.run_parallel({f: lambda f=f: job(f) for f in factors})
     ones = jnp.ones(4)
-    assert [int(program(ones)[0]) - 1 for program in programs] == list(factors)
+    assert {f: int(program(ones)[0]) - 1 for f, program in done.items()} == {f: f for f in factors}
     assert "Compiled 5 programs" in caplog.text
 
 
@@ -84,7 +84,7 @@ def test_a_job_that_fails_fails_the_warm_up():
         raise MemoryError("too large")
 
     with pytest.raises(MemoryError, match="too large"):
-        warmup.run_parallel([lambda: compiled(2101), fail])
+        warmup.run_parallel({1: lambda: compiled(2101), 2: fail})
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import numpy as np
 from jaxserve.config import ModelInfo
 from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
 from jaxserve.models.registry import model_for
-from jaxserve.worker import warmup
+from jaxserve.worker import programs
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.model_runner import empty_state, state_shapes
+from jaxserve.worker.programs import empty_state, state_shapes
 from jaxserve.worker.step import DeviceState, StepSpec
 from pallas_kernels.ragged_paged_attention import KVCacheLayout
 from tests.checkpoint.numpy_llama import last_logits
@@ -141,31 +141,24 @@ def fresh_state() -> DeviceState:
 
 
 @functools.cache
-def compiled_step(bucket: Bucket, num_blocks: int = NUM_BLOCKS) -> jax.stages.Compiled:
-    """The fused step, for a cache of any size."""
+def compiled_forward(bucket: Bucket = SMALL, num_blocks: int = NUM_BLOCKS) -> jax.stages.Compiled:
+    """The first half of a step, for a cache of any size."""
     shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, num_blocks)
-    return warmup.compile_step(SPEC, bucket, params(), shapes)
+    return programs.compile_forward(SPEC, bucket, params(), shapes)
 
 
 @functools.cache
-def compiled_forward() -> jax.stages.Compiled:
-    """The first half of the step in SMALL."""
+def compiled_sample(is_masked: bool = False) -> jax.stages.Compiled:
+    """The second half of a step."""
     shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, NUM_BLOCKS)
-    return warmup.compile_forward(SPEC, SMALL, params(), shapes)
-
-
-@functools.cache
-def compiled_sample() -> jax.stages.Compiled:
-    """The second half of the step in SMALL."""
-    shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, NUM_BLOCKS)
-    return warmup.compile_sample(SPEC, SMALL, shapes)
+    return programs.compile_sample(SPEC, NUM_ROWS, shapes, is_masked=is_masked)
 
 
 @functools.cache
 def compiled_writes() -> jax.stages.Compiled:
     """Writes outside a step."""
     shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, NUM_BLOCKS)
-    return warmup.compile_writes(shapes, EXTRA_WRITES)
+    return programs.compile_writes(shapes, EXTRA_WRITES)
 
 
 @dataclasses.dataclass
@@ -187,6 +180,7 @@ class Planner:
     def __init__(self) -> None:
         self._step_id = 0
         self._released: list[int] = []
+        self._forced: list[tuple[int, list[int]]] = []
         self.rows: dict[int, _Row] = {}
 
     def release(self, *rows: int) -> None:
@@ -208,11 +202,18 @@ class Planner:
         num_prompt_tokens = length if num_prompt_tokens is None else num_prompt_tokens
         self.rows[row] = _Row(sampling, num_prompt_tokens, list(token_ids), length)
 
+    def force(self, row: int, token_ids: list[int]) -> None:
+        """The row grows by tokens that it does not sample."""
+        self._forced.append((row, token_ids))
+        self.rows[row].num_tokens += len(token_ids)
+
     def missing(self, row: int) -> int:
         """How many tokens the row has yet to compute before it samples."""
         return self.rows[row].num_tokens - self.rows[row].computed
 
-    def plan(self, counts: dict[int, int] | None = None) -> tuple[SchedulerOutput, list[int]]:
+    def plan(
+        self, counts: dict[int, int] | None = None, awaits_mask: bool = False
+    ) -> tuple[SchedulerOutput, list[int]]:
         """The next step, and the rows that sample in it.
 
         counts: tokens of the rows that compute other than one.
@@ -242,5 +243,8 @@ class Planner:
         self._step_id += 1
         released, self._released = self._released, []
         flat = [number for pair in counts.items() for number in pair]
-        plan = SchedulerOutput(self._step_id, released, admitted, new_blocks, flat)
+        forced, self._forced = self._forced, []
+        plan = SchedulerOutput(
+            self._step_id, released, admitted, new_blocks, flat, forced, awaits_mask
+        )
         return plan, sampling_rows
