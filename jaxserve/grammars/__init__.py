@@ -20,17 +20,19 @@ from jaxserve.errors import RequestError
 from jaxserve.grammars.pieces import (
     check,
     checked,
+    describe_error,
     json_schema_text,
     lark_any_text,
     lark_from_any,
     lark_grammar,
     lark_string,
-    refusal,
     require_unicode,
+    try_grammar,
 )
 from jaxserve.grammars.structural_tag import grammar_from_structural_tag
 
 __all__ = [
+    "describe_error",
     "grammar_after_text",
     "grammar_from_choice",
     "grammar_from_json_object",
@@ -39,6 +41,7 @@ __all__ = [
     "grammar_from_regex",
     "grammar_from_structural_tag",
     "make_grammar_tokenizer",
+    "try_grammar",
     "validate_grammar",
 ]
 
@@ -137,8 +140,7 @@ def validate_grammar(
         return problem
     if tokenizer is None:
         return "The grammar names special tokens, which cannot be checked here."
-    matcher = LLMatcher(make_grammar_tokenizer(tokenizer, vocab_size), grammar, log_level=0)
-    return refusal(matcher.get_error()) if matcher.is_error() else None
+    return try_grammar(grammar, make_grammar_tokenizer(tokenizer, vocab_size))[1]
 
 
 @lru_cache(maxsize=1)

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.errors import RequestError
@@ -14,6 +15,8 @@ from jaxserve.errors import RequestError
 # model may go on with blanks for ever.
 JSON_WHITESPACE = r"[ \t]{1,40}|\r?\n[ \t]{0,40}"
 
+# Errors in words, without the parser's state.
+_LIMITS = LLParserLimits(verbose_errors=False)
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(
     r"(?P<kept>\\[^xuU])|\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8}))"
@@ -33,11 +36,36 @@ def checked(grammar: str, param: str | None) -> str:
 
 
 def check(grammar: str) -> tuple[str | None, bool]:
-    """Why llguidance refuses the grammar, and whether it names special tokens."""
+    """Why llguidance refuses the grammar, and whether it names special tokens.
+
+    One that names none is tried on a vocabulary of bytes, which shows whether anything matches it.
+    """
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         return refusal(messages[0]), False
-    return None, any("no tokenizer" in message for message in messages)
+    if any("no tokenizer" in message for message in messages):
+        return None, True
+    return try_grammar(grammar, _byte_tokenizer())[1], False
+
+
+def try_grammar(grammar: str, tokenizer: LLTokenizer) -> tuple[LLMatcher, str | None]:
+    """A matcher that has seen no token, and why it cannot be used."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        # The first mask takes longest: what it computes is shared by the copies.
+        matcher.compute_bitmask()
+    return matcher, refusal(describe_error(matcher)) if matcher.is_error() else None
+
+
+def describe_error(matcher: LLMatcher) -> str:
+    """What is wrong with a matcher that is in its error state."""
+    message = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return "nothing matches it" if message in ("NoExtension", "NoExtensionBias") else message
+
+
+@lru_cache(maxsize=1)
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def refusal(message: str) -> str:
