@@ -12,6 +12,12 @@ class ContentDelta(msgspec.Struct, frozen=True):
     text: str
 
 
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    """A piece of the reasoning that precedes the answer."""
+
+    text: str
+
+
 class CallStart(msgspec.Struct, frozen=True):
     """The index-th call of the answer begins, from 0."""
 
@@ -29,7 +35,8 @@ class CallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-ToolEvent = ContentDelta | CallStart | CallArguments
+# Reasoning comes only from formats that read it themselves.
+ToolEvent = ContentDelta | ReasoningDelta | CallStart | CallArguments
 
 
 def merged[E: Any](events: list[E]) -> list[E]:

@@ -18,19 +18,24 @@ class ToolParser(Protocol):
     def finish(self) -> list[ToolEvent]: ...
 
 
+# Reads the text to its end and leaves the events in the output.
+type Steps = Callable[[Reader, ToolOutput, Sequence[FunctionTool]], Waiting[None]]
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """One format.
 
-    steps: reads the text to its end, leaves the events in the output.
     lark: an llguidance grammar of one call of the tools, or with True of one or more; each sentence
       is read as valid calls. None: these tools cannot be called in this format.
     needs_special_tokens: the text must have its special tokens.
+    reads_reasoning: the text goes to this parser with its reasoning, which it finds too.
     """
 
-    steps: Callable[[Reader, ToolOutput, Sequence[FunctionTool]], Waiting[None]]
+    steps: Steps
     lark: Callable[[Sequence[FunctionTool], bool], str | None]
     needs_special_tokens: bool = False
+    reads_reasoning: bool = False
 
     def make_parser(self, tools: Sequence[FunctionTool]) -> ToolParser:
         """A parser for one answer."""

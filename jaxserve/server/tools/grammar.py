@@ -27,17 +27,17 @@ def calls_grammar(
     *,
     first: str = "",
     between: str = "",
+    between_rule: str = "",
     last: str = "",
     parallel: bool,
 ) -> str:
     """A grammar of calls.
 
     call: the rule of one call, from the tool and the name of the rule of its arguments.
-    first, between, last: literals around the calls.
+    first, between, last: literals around the calls.  between_rule: more than a literal.
     """
-    more = ""
-    if parallel:
-        more = f"({quoted(between)} call)*" if between else "call*"
+    between = quoted(between) if between else between_rule
+    more = f"({between} call)*" if parallel else ""
     parts = [quoted(first) if first else "", "call", more, quoted(last) if last else ""]
     names = [f"arguments-{i}" for i in range(len(tools))]
     rules = [

@@ -1,10 +1,12 @@
 """Reads calls that are JSON objects with a name and arguments, as most formats write them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from jaxserve.server.tools.format import Steps
 from jaxserve.server.tools.json_text import is_json, read_json, read_json_string
 from jaxserve.server.tools.output import ToolOutput
-from jaxserve.server.tools.reader import Reader, Waiting
+from jaxserve.server.tools.reader import Markers, Reader, Waiting
+from jaxserve.server.tools.tool import FunctionTool
 
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -56,12 +58,14 @@ class _Call:
         self._r.forget()
 
 
-def read_call(r: Reader, out: ToolOutput, accepts: Accepts) -> Waiting[bool]:
+def read_call(
+    r: Reader, out: ToolOutput, accepts: Accepts, *, needs_arguments: bool = False
+) -> Waiting[bool]:
     """Reads one object. False where it stops being a call.
 
     The reader keeps what was read as long as nothing was told of the call. A call without
-    arguments gets an empty object, arguments in a string are taken out of it, other keys are
-    skipped.
+    arguments gets an empty object unless it needs them, arguments in a string are taken out of
+    it, other keys are skipped.
     """
     call = _Call(r, out, accepts)
     if not (yield from r.literal("{")):
@@ -76,7 +80,7 @@ def read_call(r: Reader, out: ToolOutput, accepts: Accepts) -> Waiting[bool]:
             break
         if not separator:
             return False
-    if not call.is_named:
+    if not call.is_named or (needs_arguments and not call.has_arguments):
         return False
     if not call.has_arguments:
         call.begin_arguments()("{}")
@@ -139,6 +143,20 @@ def read_call_list(r: Reader, out: ToolOutput, accepts: Accepts) -> Waiting[bool
         yield from r.whitespace()
 
 
+def begins_with(r: Reader, start: str) -> Waiting[bool]:
+    """Whether the unread text begins with this character."""
+    return (yield from r.more()) and r.text[r.pos] == start
+
+
+def read_named_arguments(r: Reader, out: ToolOutput, name: str | None) -> Waiting[bool]:
+    """Reads the object behind a name that stood alone. False where it stops being a call."""
+    if not name or not (yield from begins_with(r, "{")):
+        return False
+    out.start(name)
+    r.forget()
+    return (yield from read_json(r, out.arguments))
+
+
 def give_back(r: Reader, out: ToolOutput) -> None:
     """What was read, and was no call or no part of one, is content."""
     if r.keeping:
@@ -152,7 +170,36 @@ def read_end(r: Reader, out: ToolOutput, *ends: str) -> Waiting[None]:
         return
     r.keep()
     yield from r.whitespace()
-    if (yield from r.literal(*ends)):
+    if ends and (yield from r.literal(*ends)):
         r.forget()
     else:
         give_back(r, out)
+
+
+def marked_calls(*starts: str, ends: tuple[str, ...] = (), may_be_bare: bool = False) -> Steps:
+    """A format where a call or a list of calls stands behind a marker.
+
+    ends: markers that may follow.  may_be_bare: a list at the very start of the answer, of calls
+      of known functions, may go without.
+    """
+    markers = Markers(*starts)
+
+    def steps(r: Reader, out: ToolOutput, tools: Sequence[FunctionTool]) -> Waiting[None]:
+        if may_be_bare:
+            names = frozenset(tool.name for tool in tools)
+            r.keep()
+            yield from r.whitespace()
+            yield from read_call_list(r, out, names.__contains__)
+            give_back(r, out)
+        while marker := (yield from r.until(markers, out.content)):
+            r.keep()
+            r.take(r.pos + len(marker))
+            yield from r.whitespace()
+            if (yield from begins_with(r, "[")):
+                yield from read_call_list(r, out, any_name)
+            else:
+                yield from read_call(r, out, any_name)
+            yield from read_end(r, out, *ends)
+        out.end()
+
+    return steps

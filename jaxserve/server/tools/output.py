@@ -1,6 +1,12 @@
 """Collects the events of a tool parser: numbers calls, drops whitespace beside them."""
 
-from jaxserve.server.tools.events import CallArguments, CallStart, ContentDelta, ToolEvent
+from jaxserve.server.tools.events import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+    ToolEvent,
+)
 from jaxserve.server.tools.reader import WHITESPACE
 
 
@@ -20,6 +26,10 @@ class ToolOutput:
             self._held.clear()
         if len(body) < len(text):
             self._held.append(text[len(body) :])
+
+    def reasoning(self, text: str) -> None:
+        """Text that precedes the answer."""
+        self.events.append(ReasoningDelta(text))
 
     def start(self, name: str) -> None:
         """A call begins."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator
 type Waiting[T] = Generator[None, None, T]
 
 WHITESPACE = " \t\r\n"
+# Of a function or an argument, where its text has no quotes.
+MAX_NAME_CHARS = 256
 _NO_WHITESPACE = re.compile(r"[^ \t\r\n]")
 
 
@@ -78,15 +80,19 @@ class Reader:
 
     def literal(self, *literals: str) -> Waiting[str]:
         """Reads one of the literals, the longest that fits; "" where the text has none of them."""
+        found = yield from self.peek(*literals)
+        self.pos += len(found)
+        return found
+
+    def peek(self, *literals: str) -> Waiting[str]:
+        """The same, but it stays unread."""
         while True:
             rest = self.text[self.pos : self.pos + max(map(len, literals))]
             longer = [s for s in literals if len(s) > len(rest) and s.startswith(rest)]
             if longer and not self.ended:
                 yield
                 continue
-            found = max((s for s in literals if rest.startswith(s)), key=len, default="")
-            self.pos += len(found)
-            return found
+            return max((s for s in literals if rest.startswith(s)), key=len, default="")
 
     def matching(self, pattern: re.Pattern[str], max_chars: int) -> Waiting[str | None]:
         """Reads as long as the pattern of one character fits; None where that is too long."""
