@@ -52,8 +52,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_config_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    default = str(flag.default).lower() if flag.type is bool else flag.default
-    text = flag.description + (f" (default: {default})" if default not in ("", 0) else "")
+    default = flag.shown_default
+    text = flag.description + (f" (default: {default})" if default not in ("", "0") else "")
     if flag.type is bool:
         group.add_argument(
             flag.option,
@@ -65,11 +65,16 @@ def _add_config_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else _METAVARS[flag.type]
     group.add_argument(
-        flag.option, dest=flag.name, metavar=metavar, default=argparse.SUPPRESS, help=text
+        flag.option,
+        dest=flag.name,
+        action="append" if flag.type is tuple else "store",
+        metavar=metavar,
+        default=argparse.SUPPRESS,
+        help=text,
     )
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+_METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 def _make_serve_parser() -> _Parser:

@@ -20,6 +20,7 @@ class Flag:
     """One config field that an operator sets.
 
     name: the field, unique over all sections.  choices: the values of a Literal, else ().
+    type: tuple is of texts, given in one or several flags, with commas between, or as JSON.
     low, high: inclusive bounds of a number.  above: an exclusive lower bound.
     """
 
@@ -27,7 +28,7 @@ class Flag:
     name: str
     type: type
     choices: tuple[str, ...]
-    default: bool | int | float | str
+    default: bool | int | float | str | tuple[str, ...]
     description: str
     low: float | None = None
     high: float | None = None
@@ -47,6 +48,8 @@ class Flag:
             return "true or false"
         if self.type is str:
             return "a text"
+        if self.type is tuple:
+            return "a text, or several with commas between"
         words = "a whole number" if self.type is int else "a number"
         if self.above is not None:
             words += f" above {self.above}"
@@ -56,10 +59,19 @@ class Flag:
             return words + (" and" if self.above is not None else "") + f" up to {self.high}"
         return words if self.low is None else words + f", {self.low} or more"
 
+    @property
+    def shown_default(self) -> str:
+        """The default as an operator would write it; "" where nothing is the default."""
+        if isinstance(self.default, tuple):
+            return ",".join(self.default)
+        return str(self.default).lower() if self.type is bool else str(self.default)
+
     def is_valid(self, value: object) -> bool:
         """True for a value of the right type and range; a bool is not a number."""
         if self.choices:
             return isinstance(value, str) and value in self.choices
+        if isinstance(value, tuple):
+            return self.type is tuple and all(type(part) is str and part for part in value)
         if type(value) is not self.type:
             return False
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -89,11 +101,11 @@ def all_flags() -> list[Flag]:
             if typing.get_origin(hint) is not typing.Annotated:
                 continue
             kind, meta = typing.get_args(hint)
-            choices = typing.get_args(kind)
+            choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
             flag = Flag(
                 section=section,
                 name=field.name,
-                type=str if choices else kind,
+                type=str if choices else typing.get_origin(kind) or kind,
                 choices=choices,
                 default=field.default,
                 description=meta.description,
@@ -101,7 +113,7 @@ def all_flags() -> list[Flag]:
                 high=meta.le,
                 above=meta.gt,
             )
-            assert flag.type in (bool, int, float, str) and flag.is_valid(flag.default), flag
+            assert flag.type in (bool, int, float, str, tuple) and flag.is_valid(flag.default), flag
             flags.append(flag)
     return flags
 
@@ -111,11 +123,13 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
 
 
-def config_from_flags(given: Mapping[str, str | bool], config_file: str | None) -> EngineConfig:
+def config_from_flags(
+    given: Mapping[str, str | bool | list[str]], config_file: str | None
+) -> EngineConfig:
     """Builds the config from a command line and a YAML file; the command line wins.
 
     Args:
-      given: by field name, what was typed; only flags that were.
+      given: by field name, what was typed; only flags that were. A list: each time it was.
       config_file: path of the YAML file, or None.
 
     Raises:
@@ -126,7 +140,8 @@ def config_from_flags(given: Mapping[str, str | bool], config_file: str | None) 
     for name, text in given.items():
         flag = flags[name]
         value = flag.from_text(text) if isinstance(text, str) else text
-        values[name] = _checked(flag, value, label=f"{flag.option} {text}")
+        shown = f" {flag.option} ".join(text) if isinstance(text, list) else text
+        values[name] = _checked(flag, value, label=f"{flag.option} {shown}")
     return replace(EngineConfig(), **values)
 
 
@@ -150,17 +165,34 @@ def config_from_kwargs(**values: object) -> EngineConfig:
 def _checked(
     flag: Flag, value: object, *, label: str, spell: Callable[[Flag], str] | None = None
 ) -> object:
-    """`value`, if it is valid for `flag`; an int is taken for a float."""
-    if value == "":  # such as --api-key "$UNSET"
+    """`value`, if it is valid for `flag`; an int is taken for a float, a text or a list of texts
+    for a tuple."""
+    if flag.type is tuple:
+        value = _texts(value)
+    if value in ("", ("",)):  # such as --api-key "$UNSET"
         raise UserError(f"{label.strip()} is empty.", fix=f"Give {flag.allowed}, or leave it out.")
     if flag.type is float and type(value) is int and abs(value) <= _MAX_INT:
         value = float(value)
     if not flag.is_valid(value):
         prefix = spell(flag) if spell else f"{flag.option} "
-        shown = str(flag.default).lower() if flag.type is bool else flag.default
-        example = f", such as {prefix}{shown}" if shown != "" else ""
+        shown = flag.shown_default
+        example = f", such as {prefix}{shown}" if shown else ""
         raise UserError(f"{label} is not valid.", fix=f"Use {flag.allowed}{example}.")
     return value
+
+
+def _texts(value: object) -> object:
+    """The parts of a text, or of each text of a list; `value` itself where it is neither."""
+    if isinstance(value, str):
+        if value.startswith("["):
+            try:
+                return tuple(msgspec.json.decode(value, type=list[str]))
+            except msgspec.MsgspecError:
+                pass  # then it is a text that begins so
+        return tuple(part.strip() for part in value.split(","))
+    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
+        return value
+    return tuple(text for part in value for text in typing.cast(tuple[str, ...], _texts(part)))
 
 
 def _advice(name: str, names: Iterable[str]) -> str:

@@ -134,13 +134,58 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="Port to listen on.")] = 8000
-    api_key: Annotated[
-        str,
-        Meta(description="Key that clients must bring, but for /health, /version and /metrics."),
+    uds: Annotated[
+        str, Meta(description="Unix socket to listen on, instead of an address and a port.")
     ] = ""
+    root_path: Annotated[
+        str, Meta(description="Path under which a proxy shows this server, such as /llm.")
+    ] = ""
+    ssl_certfile: Annotated[
+        str, Meta(description="TLS certificate and those that signed it, PEM; turns TLS on.")
+    ] = ""
+    ssl_keyfile: Annotated[
+        str, Meta(description="Key of the certificate, PEM; default: in the same file.")
+    ] = ""
+    ssl_ca_certs: Annotated[
+        str, Meta(description="PEM file with what signs the certificates of clients.")
+    ] = ""
+    ssl_cert_reqs: Annotated[
+        int,
+        Meta(ge=0, le=2, description="Certificates of clients: 0 none, 1 optional, 2 required."),
+    ] = 0
+    api_key: Annotated[
+        tuple[str, ...],
+        Meta(description="Keys of which clients must bring one, but for probes and metrics."),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="Web sites whose pages may call this server; * is any; default: none."),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...], Meta(description="Methods that pages of those sites may use.")
+    ] = ("*",)
+    allowed_headers: Annotated[
+        tuple[str, ...], Meta(description="Headers that pages of those sites may send.")
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, Meta(description="Browsers may send what they know of a user of this server.")
+    ] = False
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body, bytes.")] = (
         8 * 1024 * 1024
     )
+    request_timeout_s: Annotated[
+        float, Meta(ge=0, description="Longest time a client takes to send a request; 0: any.")
+    ] = 60.0
+    sse_keepalive_s: Annotated[
+        float,
+        Meta(ge=0, description="Silence in a stream before a comment is sent; 0: no comment."),
+    ] = 15.0
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=0, description="Most sequences without a first token; 0: no limit.")
+    ] = 0
+    max_num_queued_tokens: Annotated[
+        int, Meta(ge=0, description="Most prompt tokens of such sequences; 0: no limit.")
+    ] = 0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log level.")
     ] = "info"

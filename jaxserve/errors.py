@@ -18,13 +18,22 @@ class RequestError(Exception):
     """A request that cannot be served: an OpenAI-style error body with this status.
 
     `param` is the path of the field at fault, such as `messages[2].content`, or None.
+    `retry_after_s`: when the same request may be taken, for a Retry-After header.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400):
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ):
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(Exception):

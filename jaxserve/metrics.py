@@ -50,7 +50,11 @@ class Histogram:
 
 
 class ServerMetrics(Collector):
-    """Everything `/metrics` shows. Written from the event loop only."""
+    """Everything `/metrics` shows. Written from the event loop only.
+
+    num_refused: requests that the admission limits kept out.
+    num_generating: requests to routes that generate, which are not answered whole yet.
+    """
 
     def __init__(self, model_name: str):
         self._model_name = model_name
@@ -61,6 +65,9 @@ class ServerMetrics(Collector):
         self.inter_token_latency = Histogram(_SHORT_BOUNDS_S)
         self.e2e_latency = Histogram(_LONG_BOUNDS_S)
         self.queue_time = Histogram(_LONG_BOUNDS_S)
+        self.num_refused = 0
+        self.num_generating = 0
+        self._num_http: dict[tuple[str, int], int] = {}
         self._num_finished: dict[str, int] = dict.fromkeys(FINISHED_REASONS, 0)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -69,6 +76,16 @@ class ServerMetrics(Collector):
         """One sequence ended; reason: one of FINISHED_REASONS."""
         self._num_finished[reason] += 1
 
+    def count_http(self, route: str, status: int) -> None:
+        """One HTTP request ended. route: its path as the table has it, so that they are few."""
+        key = route, status
+        self._num_http[key] = self._num_http.get(key, 0) + 1
+
+    @property
+    def kv_usage(self) -> float:
+        """Part of the KV blocks that sequences hold, without the null block."""
+        return self.stats.num_used_kv_blocks / max(1, self.stats.num_kv_blocks - 1)
+
     def render(self) -> bytes:
         """The text a Prometheus server scrapes."""
         return generate_latest(self._registry)
@@ -76,11 +93,10 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""
         stats = self.stats
-        usage = stats.num_used_kv_blocks / max(1, stats.num_kv_blocks - 1)  # without the null block
         for name, text, value in (
             ("num_requests_running", "Sequences in the running batch.", stats.num_running),
             ("num_requests_waiting", "Sequences that wait to be scheduled.", stats.num_waiting),
-            ("kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", usage),
+            ("kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", self.kv_usage),
         ):
             yield self._gauge(name, text, value)
         for name, text, value in (
@@ -95,6 +111,7 @@ class ServerMetrics(Collector):
             ("prefix_cache_hits", "Tokens found in the cache.", stats.prefix_cache_hits),
             ("engine_steps", "Steps of the engine core.", stats.num_steps),
             ("compiles_after_ready", "Compilations since ready.", stats.num_compiles_after_ready),
+            ("requests_refused", "Requests over the admission limits.", self.num_refused),
         ):
             yield self._counter(name, text, value)
         finished = CounterMetricFamily(
@@ -105,6 +122,14 @@ class ServerMetrics(Collector):
         for reason, count in self._num_finished.items():
             finished.add_metric([self._model_name, reason], count)
         yield finished
+        http = CounterMetricFamily(
+            "jaxserve:http_requests",
+            "HTTP requests, by route and status.",
+            labels=["model_name", "route", "status"],
+        )
+        for (route, status), count in self._num_http.items():
+            http.add_metric([self._model_name, route, str(status)], count)
+        yield http
         for name, text, histogram in (
             ("time_to_first_token_seconds", "Arrival to first token.", self.time_to_first_token),
             ("inter_token_latency_seconds", "Between two tokens.", self.inter_token_latency),

@@ -224,7 +224,12 @@ def make_context(core: FakeCoreClient, config: EngineConfig) -> ServerContext:
     tokenizer = byte_level_tokenizer()
     metrics = ServerMetrics(config.model.served_model_name)
     detokenizers = DetokenizerFactory(tokenizer.backend)
-    llm = AsyncLLM(core, OutputProcessor(detokenizers, metrics, config.info.eos_token_ids))
+    llm = AsyncLLM(
+        core,
+        OutputProcessor(detokenizers, metrics, config.info.eos_token_ids),
+        max_num_queued=config.server.max_num_queued_reqs,
+        max_num_queued_tokens=config.server.max_num_queued_tokens,
+    )
     llm.start()
     return ServerContext(
         config=config,

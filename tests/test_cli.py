@@ -54,7 +54,13 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
         (["m", "--memory-utilization", "1"], {"memory_utilization": 1.0}),
         (["m", "--dtype", "float32"], {"dtype": "float32"}),
         (["m", "--served-model-name", "a b"], {"served_model_name": "a b"}),
-        (["m", "--api-key=-secret"], {"api_key": "-secret"}),
+        (["m", "--api-key=-secret"], {"api_key": ("-secret",)}),
+        (["m", "--api-key", "a,b", "--api-key", "c"], {"api_key": ("a", "b", "c")}),
+        (
+            ["m", "--allowed-origins", '["http://a", "b,c"]'],
+            {"allowed_origins": ("http://a", "b,c")},
+        ),
+        (["m", "--api-key", "[a, b]"], {"api_key": ("[a", "b]")}),
         (["m", "--seed", "9223372036854775807"], {"seed": 2**63 - 1}),
     ],
 )
@@ -69,6 +75,8 @@ def other_value(flag):
         return not flag.default
     if flag.choices:
         return next(choice for choice in flag.choices if choice != flag.default)
+    if flag.type is tuple:
+        return ("other", "more")
     return "other" if flag.type is str else flag.type(1 if flag.default != 1 else 0.5) or 1
 
 
@@ -79,7 +87,8 @@ def test_every_field_by_flag_yaml_and_keyword(served, tmp_path, flag):
     assert expected != replace(EngineConfig(), model="m")
 
     option = flag.option if value is not False else flag.option.replace("--", "--no-", 1)
-    argv = [option] if flag.type is bool else [option, str(value)]
+    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    argv = [option] if flag.type is bool else [option, text]
     by_flag = ["serve", "m", *argv] if flag.name != "model" else ["serve", str(value)]
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({"model": "m"} | {flag.name: value}))
@@ -100,6 +109,8 @@ def test_every_field_by_flag_yaml_and_keyword(served, tmp_path, flag):
         (["m", "--zzzzz"], "--zzzzz is not a flag", "'jaxserve serve --help' lists them."),
         (["--model", "m"], "--model is not a flag", "jaxserve serve MODEL"),
         (["m", "--api-key", ""], "--api-key is empty", "leave it out"),
+        (["m", "--api-key", "a,,b"], "--api-key a,,b is not valid", "several with commas between"),
+        (["m", "--api-key", "a", "--api-key", ""], "--api-key a --api-key  is not valid", "a text"),
         (["m", "--port", "0"], "--port 0 is not valid", "a whole number from 1 to 65535"),
         (["m", "--port", "65536"], "--port 65536 is not valid", "such as --port 8000"),
         (["m", "--port", "-5"], "--port -5 is not valid", "such as --port 8000"),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
@@ -24,6 +25,17 @@ from jaxserve.messages import (
 logger = logging.getLogger(__name__)
 
 
+class QueueFullError(RequestError):
+    """Too many sequences wait for their first token."""
+
+    def __init__(self, num_queued: int, num_tokens: int):
+        super().__init__(
+            f"The server is busy: {num_queued} sequences with {num_tokens} prompt tokens wait.",
+            status=503,
+            retry_after_s=1,
+        )
+
+
 class CoreClient(Protocol):
     """What AsyncLLM needs of an engine core that is ready."""
 
@@ -41,11 +53,24 @@ class CoreClient(Protocol):
 
 
 class AsyncLLM:
-    """Admits sequences to one engine core and routes its outputs. Lives on one event loop."""
+    """Admits sequences to one engine core and routes its outputs. Lives on one event loop.
 
-    def __init__(self, client: CoreClient, output_processor: OutputProcessor):
+    max_num_queued, max_num_queued_tokens: how many sequences may have no token yet, and how many
+      tokens their prompts; 0: no limit. When none waits, any request is taken.
+    """
+
+    def __init__(
+        self,
+        client: CoreClient,
+        output_processor: OutputProcessor,
+        *,
+        max_num_queued: int = 0,
+        max_num_queued_tokens: int = 0,
+    ):
         self._client = client
         self._output_processor = output_processor
+        self._max_num_queued = max_num_queued or sys.maxsize
+        self._max_num_queued_tokens = max_num_queued_tokens or sys.maxsize
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._closed_by: Exception | None = None
@@ -75,15 +100,26 @@ class AsyncLLM:
 
         Raises:
           EngineDeadError: the engine is dead.
-          RequestError: the server is shutting down.
+          RequestError: the server is shutting down, or too many sequences wait.
         """
-        if self._closed_by is not None:
-            raise self._closed_by
+        num_tokens = sum(len(sequence.core.prompt_token_ids) for sequence in sequences)
+        self.check_admission(len(sequences), num_tokens)
         stream = RequestStream(self, sequences)
         for sequence in sequences:
             self._output_processor.add(sequence, stream)
             self._client.send(sequence.core)
         return stream
+
+    def check_admission(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
+        """Raises what `generate` would raise for so many sequences with so many prompt tokens."""
+        if self._closed_by is not None:
+            raise self._closed_by
+        queue = self._output_processor
+        if queue.num_queued and (
+            queue.num_queued + num_sequences > self._max_num_queued
+            or queue.num_queued_tokens + num_tokens > self._max_num_queued_tokens
+        ):
+            raise QueueFullError(queue.num_queued, queue.num_queued_tokens)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends sequences nobody waits for; those that have ended already are ignored."""

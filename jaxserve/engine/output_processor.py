@@ -127,7 +127,10 @@ class _Sequence:
 
 class OutputProcessor:
     """Holds every running sequence of one API server; no I/O, no clock: times come with the
-    outputs."""
+    outputs.
+
+    num_queued, num_queued_tokens: sequences that have no token yet, and their prompts' tokens.
+    """
 
     def __init__(
         self,
@@ -139,6 +142,8 @@ class OutputProcessor:
         self._metrics = metrics
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[str, _Sequence] = {}
+        self.num_queued = 0
+        self.num_queued_tokens = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -153,6 +158,8 @@ class OutputProcessor:
             spaces_between_special_tokens=request.spaces_between_special_tokens,
         )
         self._sequences[request.core.request_id] = _Sequence(request, sink, detokenizer)
+        self.num_queued += 1
+        self.num_queued_tokens += len(request.core.prompt_token_ids)
 
     def process(self, step: EngineCoreOutputs) -> list[str]:
         """Puts one step's outputs into the sinks.
@@ -212,6 +219,7 @@ class OutputProcessor:
     def fail_all(self, error: Exception) -> None:
         """Ends every sequence with `error`."""
         sequences, self._sequences = self._sequences, {}
+        self.num_queued = self.num_queued_tokens = 0
         for sequence in sequences.values():
             self._metrics.count_finished("error")
             sequence.sink.fail(error)
@@ -275,15 +283,24 @@ class OutputProcessor:
         if sequence.first_token_s:
             metrics.inter_token_latency.observe((now_s - sequence.last_token_s) / num_new, num_new)
         else:
+            self._leave_queue(sequence)
             sequence.first_token_s = now_s
             sequence.num_cached_tokens = output.num_cached_tokens
             metrics.prompt_tokens += sequence.num_prompt_tokens
             metrics.time_to_first_token.observe(now_s - sequence.arrival_s)
+            if num_new > 1:  # they came at once
+                metrics.inter_token_latency.observe(0.0, num_new - 1)
             if output.scheduled_s:
                 metrics.queue_time.observe(output.scheduled_s - output.queued_s)
         sequence.last_token_s = now_s
 
+    def _leave_queue(self, sequence: _Sequence) -> None:
+        self.num_queued -= 1
+        self.num_queued_tokens -= sequence.num_prompt_tokens
+
     def _record_finish(self, sequence: _Sequence, reason: FinishReason, now_s: float) -> None:
+        if not sequence.first_token_s:
+            self._leave_queue(sequence)
         self._metrics.count_finished(str(reason))
         if reason != FinishReason.ABORT:
             self._metrics.e2e_latency.observe(now_s - sequence.arrival_s)

@@ -1,21 +1,19 @@
 """The whole HTTP server as an ASGI app: the routes, and what every request passes."""
 
-import hmac
-
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from jaxserve.server.front import Front
 from jaxserve.server.generation import ServerContext
-from jaxserve.server.http import encode_json, error_body, error_of, send_json
+from jaxserve.server.http import encode_json, error_body, error_of
 from jaxserve.server.routes import ROUTES
 from jaxserve.server.routing import make_endpoints
-
-_OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_open)
+from jaxserve.server.security import allow_origins, guard
 
 
 def build_app(context: ServerContext) -> ASGIApp:
@@ -28,25 +26,11 @@ def build_app(context: ServerContext) -> ASGIApp:
         exception_handlers={HTTPException: _http_error, Exception: _our_error},
     )
     app.router.redirect_slashes = False
-    api_key = context.config.server.api_key
-    return _with_api_key(app, api_key) if api_key else app
-
-
-def _with_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """Asks for the key everywhere but on the paths that probes and scrapers use."""
-    wanted = api_key.encode()
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-            scheme, _, key = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
-                body = error_body(401, "The API key is missing or wrong.", code="invalid_api_key")
-                await send_json(send, body, status=401, headers=[(b"www-authenticate", b"Bearer")])
-                return
-        await app(scope, receive, send)
-
-    return guarded
+    server = context.config.server
+    guarded = guard(app, server.api_key, ROUTES) if server.api_key else app
+    # Outside the guard: a browser asks for permission without a key.
+    allowed = allow_origins(guarded, server) if server.allowed_origins else guarded
+    return Front(allowed, context.metrics, ROUTES, server.root_path)
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -170,7 +170,14 @@ async def respond(
                 include_usage=request.include_usage,
                 continuous_usage=request.continuous_usage,
             )
-            await send_events(send, stream, encoder, num_prompt_tokens, headers)
+            await send_events(
+                send,
+                stream,
+                encoder,
+                num_prompt_tokens,
+                headers,
+                keep_alive_s=context.config.server.sse_keepalive_s,
+            )
             return
         outputs = await collect(stream)
     usage = usage_of(

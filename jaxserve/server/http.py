@@ -14,17 +14,18 @@ from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.messages import FinishReason
 from jaxserve.server.protocol.common import ErrorBody, ErrorDetail, PromptTokensDetails, Usage
+from jaxserve.server.sse import EventStream
 
 type Headers = Sequence[tuple[bytes, bytes]]
 encode_json = msgspec.json.Encoder().encode
 
 SSE_DONE = b"data: [DONE]\n\n"
-_SSE_HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+}
 
 
 class ClientDisconnected(Exception):
@@ -96,16 +97,16 @@ def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> ErrorBody:
     """An OpenAI-style error."""
-    if status >= 500:
-        kind = "service_unavailable_error" if status == 503 else "internal_server_error"
-    else:
-        kind = _ERROR_TYPES.get(status, "invalid_request_error")
-    if code is None:
-        code = "model_not_found" if (status, param) == (404, "model") else None
-    return ErrorBody(ErrorDetail(message, kind, param, code or _code_of(status)))
+    other = "invalid_request_error" if status < 500 else "internal_server_error"
+    kind = _ERROR_TYPES.get(status, other)
+    return ErrorBody(ErrorDetail(message, kind, param, code or _code_of(status, param)))
 
 
-def _code_of(status: int) -> str:
+def _code_of(status: int, param: str | None) -> str:
+    if status == 401:
+        return "invalid_api_key"
+    if (status, param) == (404, "model"):
+        return "model_not_found"
     return http.HTTPStatus(status).phrase.lower().replace(" ", "_")
 
 
@@ -364,26 +365,29 @@ async def send_events(
     encoder: Encoder,
     num_prompt_tokens: int,
     headers: Headers,
+    *,
+    keep_alive_s: float,
 ) -> None:
     """Streams a request's outputs; the response starts with the first output, so that what fails
     before it is an ordinary error. What fails later is `encode_error`, and the end of the stream.
 
+    Args:
+      keep_alive_s: after so much silence a comment is sent, which starts the response too; 0:
+        never.
+
     Raises:
-      EngineDeadError, RequestError: the request failed before its first output.
+      EngineDeadError, RequestError: the request failed before the response started.
     """
-    outputs = await stream.take()
-    if not outputs:
-        return  # the client is gone
-    data = encoder.encode(outputs)
-    await send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *headers]})
+    events = EventStream(send, headers, keep_alive_s)
     try:
-        while data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            outputs = await stream.take()
-            data = encoder.encode(outputs) if outputs else b""
-        if stream.is_cancelled:
-            return
-        data = encoder.encode_end(num_prompt_tokens)
+        while outputs := await stream.take():
+            if data := encoder.encode(outputs):
+                await events.write(data)
+        if not stream.is_cancelled:  # else the client is gone
+            await events.end(encoder.encode_end(num_prompt_tokens))
     except (EngineDeadError, RequestError) as error:
-        data = encoder.encode_error(error)
-    await send({"type": "http.response.body", "body": data})
+        if not events.has_begun:
+            raise
+        await events.end(encoder.encode_error(error))
+    finally:
+        events.stop()

@@ -23,6 +23,12 @@ class Version(msgspec.Struct, frozen=True):
     version: str
 
 
+class ServerLoad(msgspec.Struct, frozen=True):
+    """How many requests that generate are not answered whole yet."""
+
+    server_load: int
+
+
 class Operations:
     """Handlers over one server."""
 
@@ -60,6 +66,10 @@ class Operations:
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /version."""
         await send_json(send, Version(__version__))
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /load."""
+        await send_json(send, ServerLoad(self._context.metrics.num_generating))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics."""

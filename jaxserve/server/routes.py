@@ -8,7 +8,7 @@ from jaxserve.server.completions import Completions
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.http import encode_json, send_bytes
 from jaxserve.server.openapi import make_document
-from jaxserve.server.operations import Operations, Status, Version
+from jaxserve.server.operations import Operations, ServerLoad, Status, Version
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.protocol.common import ModelCard, ModelList
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
@@ -117,6 +117,15 @@ ROUTES: tuple[Route, ...] = (
         handler=Operations.version,
         summary="The server's version.",
         response=Version,
+        is_open=True,
+    ),
+    Route(
+        method="GET",
+        path="/load",
+        surface=Operations,
+        handler=Operations.load,
+        summary="How many requests that generate are not answered whole yet.",
+        response=ServerLoad,
         is_open=True,
     ),
     Route(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxserve.engine.async_llm import QueueFullError
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.http import ClientDisconnected, error_of, send_json
@@ -77,18 +78,32 @@ class Route:
 class Endpoint:
     """A route as an ASGI app; answers the errors of a handler that has not begun its response."""
 
-    def __init__(self, route: Route, handler: ASGIApp):
+    def __init__(self, route: Route, handler: ASGIApp, context: ServerContext):
         self.route = route
         self._handler = handler
+        self._llm = context.llm
+        self._metrics = context.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._metrics.num_generating += self.route.generates
         try:
+            if self.route.generates:
+                self._llm.check_admission()  # before the work of reading a body
             await self._handler(scope, receive, send)
         except (RequestError, EngineDeadError) as error:
-            status, body = self.route.error_of(error)
-            await send_json(send, body, status=status)
+            await self._answer(error, send)
         except ClientDisconnected:
             pass  # nobody to answer
+        finally:
+            self._metrics.num_generating -= self.route.generates
+
+    async def _answer(self, error: RequestError | EngineDeadError, send: Send) -> None:
+        headers = []
+        if isinstance(error, RequestError) and error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        self._metrics.num_refused += isinstance(error, QueueFullError)
+        status, body = self.route.error_of(error)
+        await send_json(send, body, status=status, headers=headers)
 
 
 def make_endpoints(routes: Sequence[Route], context: ServerContext) -> list[Endpoint]:
@@ -99,5 +114,5 @@ def make_endpoints(routes: Sequence[Route], context: ServerContext) -> list[Endp
         if route.surface not in surfaces:
             surfaces[route.surface] = route.surface(context)
         handler = functools.partial(route.handler, surfaces[route.surface])
-        endpoints.append(Endpoint(route, handler))
+        endpoints.append(Endpoint(route, handler, context))
     return endpoints

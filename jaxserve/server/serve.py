@@ -2,21 +2,17 @@
 
 import asyncio
 import contextlib
-import errno
 import gc
 import json
 import logging
-import re
+import shlex
 import signal
-import socket
+import ssl
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine
 from pathlib import Path
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxserve import __version__, checkpoint
 from jaxserve.checkpoint.tokenizer import Tokenizer
@@ -27,22 +23,21 @@ from jaxserve.engine.detokenizer import DetokenizerFactory
 from jaxserve.engine.executor import WORKER_CLASS
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import OutputProcessor
-from jaxserve.errors import EngineDeadError, UserError
+from jaxserve.errors import EngineDeadError
 from jaxserve.logs import setup_logging
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.app import build_app
+from jaxserve.server.connection import HttpServer
 from jaxserve.server.generation import ServerContext
+from jaxserve.server.listener import Listener
+from jaxserve.server.load_log import log_load
 from jaxserve.server.renderer import Renderer
+from jaxserve.server.security import check_server_config, make_ssl_context
 
 logger = logging.getLogger(__name__)
 
 # How long /health answers 503 after the engine's death, so that a probe can see it.
 _DEAD_GRACE_S = 2.0
-_CONNECTION_GRACE_S = 1
-_KEEP_ALIVE_S = 60
-_BACKLOG = 2048  # connections that wait to be accepted
-_UPGRADE_HEADER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-_WILDCARD_HOSTS = ("", "0.0.0.0", "::")
 
 
 def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
@@ -57,114 +52,28 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
       UserError: the port, the model or a setting cannot be used.
     """
     setup_logging(config.server.log_level, "api")
-    with bind(config.server.host, config.server.port) as listener:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what odd clients send
+    check_server_config(config.server)
+    ssl_context = make_ssl_context(config.server)
+    with contextlib.closing(Listener(config.server)) as listener:
         path = checkpoint.resolve_model(config.model.model)
         config = resolve_for_model(config, checkpoint.load_model_info(path))
         try:
             return asyncio.run(
-                _serve(config, path, listener, worker_class), loop_factory=uvloop.new_event_loop
+                _serve(config, path, listener, ssl_context, worker_class),
+                loop_factory=uvloop.new_event_loop,
             )
         except EngineDeadError as error:
             logger.error("the engine could not start: %s", error)
             return 1
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: clients are refused until the server is ready.
-
-    Raises:
-      UserError: the address or port cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"--host {host} is not an address: {error}.", fix="Use --host 127.0.0.1."
-        ) from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(host, port, error) from error
-    return listener
-
-
-def listen(listener: socket.socket, host: str, port: int) -> None:
-    """Makes a bound socket listen; of two servers that bound the same port, the second fails here.
-
-    Raises:
-      UserError: the port was taken since `bind`.
-    """
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise _bind_error(host, port, error) from error
-
-
-def _bind_error(host: str, port: int, error: OSError) -> UserError:
-    if error.errno == errno.EADDRINUSE:
-        return UserError(
-            f"--port {port} is taken: another program listens there.",
-            fix=f"Use another one, such as --port {_free_port(host, port)}.",
-        )
-    if error.errno == errno.EACCES:
-        return UserError(f"--port {port} needs root.", fix="Use --port 8000.")
-    return UserError(
-        f"--host {host} cannot be listened on: {error.strerror}.",
-        fix="Use --host 127.0.0.1, or --host 0.0.0.0 for every network.",
-    )
-
-
-def _free_port(host: str, taken: int) -> int:
-    """The next port that nobody listens on."""
-    for port in range(taken + 1, min(taken + 50, 65536)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    return 8000 if taken != 8000 else 8080
-
-
-class _Protocol(HttpToolsProtocol):
-    """Ignores `Upgrade`, as a server may (RFC 9110, 7.8); the parser would stop before the body."""
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(_UPGRADE_HEADER.sub(b"\r\nignored:", data))
-
-
-class _UvicornServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to us and says when it listens."""
-
-    def __init__(self, app: ASGIApp, on_listening: Callable[[], None]):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=_Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_CONNECTION_GRACE_S,
-            )
-        )
-        self._on_listening = on_listening
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_listening()
-
-
 async def _serve(
-    config: EngineConfig, path: Path, listener: socket.socket, worker_class: str
+    config: EngineConfig,
+    path: Path,
+    listener: Listener,
+    ssl_context: ssl.SSLContext | None,
+    worker_class: str,
 ) -> int:
     started_s = time.monotonic()
     stop = asyncio.Event()
@@ -178,7 +87,7 @@ async def _serve(
             logger.info("stopped while starting")
             return 0
         config, tokenizer = started
-        return await _run(config, tokenizer, client, listener, stop, started_s)
+        return await _run(config, tokenizer, client, listener, ssl_context, stop, started_s)
     finally:
         await client.shutdown()
 
@@ -216,7 +125,8 @@ async def _run(
     config: EngineConfig,
     tokenizer: Tokenizer,
     client: AsyncCoreClient,
-    listener: socket.socket,
+    listener: Listener,
+    ssl_context: ssl.SSLContext | None,
     stop: asyncio.Event,
     started_s: float,
 ) -> int:
@@ -225,11 +135,16 @@ async def _run(
     Raises:
       UserError: the port was taken while the engine started.
     """
-    listen(listener, config.server.host, config.server.port)
+    listener.listen()
     metrics = ServerMetrics(config.model.served_model_name)
     detokenizers = DetokenizerFactory(tokenizer.backend)
     output_processor = OutputProcessor(detokenizers, metrics, config.info.eos_token_ids)
-    llm = AsyncLLM(client, output_processor)
+    llm = AsyncLLM(
+        client,
+        output_processor,
+        max_num_queued=config.server.max_num_queued_reqs,
+        max_num_queued_tokens=config.server.max_num_queued_tokens,
+    )
     llm.start()
     context = ServerContext(
         config=config,
@@ -240,12 +155,18 @@ async def _run(
         metrics=metrics,
         created_s=int(time.time()),
     )
-    server = _UvicornServer(build_app(context), lambda: _log_ready(config, started_s))
+    server = HttpServer(
+        build_app(context),
+        lambda: _log_ready(config, listener, started_s),
+        request_timeout_s=config.server.request_timeout_s,
+        ssl_context=ssl_context,
+    )
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again and again
-    serving = asyncio.create_task(server.serve([listener]))
+    serving = asyncio.create_task(server.serve([listener.socket]))
     dying = asyncio.create_task(llm.wait_dead())
     stopping = asyncio.create_task(stop.wait())
+    logging_load = asyncio.create_task(log_load(metrics))
     await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if dying.done():
         logger.error("the engine is dead; ending in %g s: %s", _DEAD_GRACE_S, dying.result())
@@ -256,6 +177,7 @@ async def _run(
     server.should_exit = True
     await asyncio.gather(serving, client.shutdown())
     context.renderer.close()
+    logging_load.cancel()
     dying.cancel()
     stopping.cancel()
     if llm.dead_error is None:
@@ -265,17 +187,18 @@ async def _run(
     return 1
 
 
-def _log_ready(config: EngineConfig, started_s: float) -> None:
-    server, name = config.server, config.model.served_model_name
-    host = "127.0.0.1" if server.host in _WILDCARD_HOSTS else server.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+def _log_ready(config: EngineConfig, listener: Listener, started_s: float) -> None:
+    server, name, url = config.server, config.model.served_model_name, listener.url()
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
-    key = " -H 'Authorization: Bearer KEY'" if server.api_key else ""
+    options = f" --unix-socket {shlex.quote(server.uds)}" if server.uds else ""
+    if server.api_key:
+        options += " -H 'Authorization: Bearer KEY'"
     seconds = time.monotonic() - started_s
-    logger.info("ready after %.1f s: %s at %s", seconds, name, url)
+    where = f"{url} on {server.uds}" if server.uds else url
+    logger.info("ready after %.1f s: %s at %s", seconds, name, where)
     logger.info(
         "try: curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '%s'",
         url,
-        key,
+        options,
         json.dumps(body),
     )

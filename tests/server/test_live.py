@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.messages import EngineCoreRequest
 from jaxserve.server.app import build_app
-from jaxserve.server.serve import _UvicornServer
+from jaxserve.server.connection import HttpServer
 from tests.fakes_engine import (
     MODEL,
     FakeCoreClient,
@@ -65,7 +65,11 @@ async def live_server(
     context = make_context(core, make_config(**config))
     listener = socket.create_server(("127.0.0.1", 0))
     listening = asyncio.Event()
-    server = _UvicornServer(build_app(context), listening.set)
+    server = HttpServer(
+        build_app(context),
+        listening.set,
+        request_timeout_s=context.config.server.request_timeout_s,
+    )
     serving = asyncio.create_task(server.serve([listener]))
     await listening.wait()
     live = Live(core, context, listener.getsockname()[1])
@@ -129,7 +133,7 @@ def test_the_openai_sdk() -> None:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
 
-    run(test, says("Grüße 😀"), api_key="key")
+    run(test, says("Grüße 😀"), api_key=("key",))
 
 
 def test_pieces_arrive_while_the_rest_is_generated() -> None:

@@ -412,7 +412,7 @@ def test_api_key() -> None:
         assert reset.status_code == 401
         assert reset.json()["error"]["code"] == "invalid_api_key"
 
-    run(test, api_key="key")
+    run(test, api_key=("key",))
 
 
 @pytest.mark.parametrize("stream", (False, True))

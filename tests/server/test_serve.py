@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from jaxserve.checkpoint import load_tokenizer
+from jaxserve.config import ServerConfig
 from jaxserve.errors import UserError
-from jaxserve.server.serve import bind, listen
+from jaxserve.server.listener import Listener
 from tests.conftest import ROOT
 
 _TIMEOUT_S = 30
@@ -201,19 +202,19 @@ def test_a_taken_port_is_noticed_before_the_engine_starts() -> None:
             assert f"--port {port} is taken" in server.lines[0]
             assert "such as --port" in server.lines[1]
             suggested = int(server.lines[1].split()[-1].rstrip("."))
-            bind("127.0.0.1", suggested).close()
+            Listener(ServerConfig(port=suggested)).close()
 
 
 @pytest.mark.parametrize("host", ("no such host", "192.0.2.1", "x" * 300))
 def test_an_address_of_somebody_else(host: str) -> None:
     with pytest.raises(UserError) as caught:
-        bind(host, 8000)
+        Listener(ServerConfig(host=host))
     assert "--host" in caught.value.problem
 
 
 def test_a_bound_socket_refuses_until_it_listens() -> None:
     port = free_port()
-    with bind("127.0.0.1", port) as listener:
+    with contextlib.closing(Listener(ServerConfig(port=port))) as listener:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
         listener.listen()
@@ -221,11 +222,14 @@ def test_a_bound_socket_refuses_until_it_listens() -> None:
 
 
 def test_of_two_servers_on_one_port_the_second_says_so():
-    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
-        port = first.getsockname()[1]
-        listen(first, "127.0.0.1", port)
-        with pytest.raises(UserError, match=f"--port {port} is taken"):
-            listen(second, "127.0.0.1", port)
+    server = ServerConfig(port=free_port())
+    with (
+        contextlib.closing(Listener(server)) as first,
+        contextlib.closing(Listener(server)) as second,
+    ):
+        first.listen()
+        with pytest.raises(UserError, match=f"--port {server.port} is taken"):
+            second.listen()
 
 
 def test_a_wish_to_upgrade_is_ignored() -> None:
