@@ -10,15 +10,20 @@ import queue
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+from llguidance import LLMatcher
 
+from jaxserve.checkpoint import load_tokenizer
+from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.config import EngineConfig, check_resolved
 from jaxserve.engine.executor import Executor
 from jaxserve.engine.kv_cache_manager import KVCacheManager
 from jaxserve.engine.request import Request
 from jaxserve.engine.scheduler import Scheduler, StepPlan
+from jaxserve.engine.structured_output import StructuredOutputs
 from jaxserve.errors import EngineDeadError
 from jaxserve.messages import (
     AbortRequests,
@@ -47,7 +52,22 @@ class InputFailed(msgspec.Struct, frozen=True):
     error: BaseException
 
 
-CoreInput = Request | AbortRequests | UtilityCall | Shutdown | ExecutorFailed | InputFailed
+class GrammarCompiled(msgspec.Struct, frozen=True):
+    """Wakes the loop: a request's grammar is compiled, or cannot be."""
+
+    request: Request
+    matcher: Future[LLMatcher]
+
+
+CoreInput = (
+    Request
+    | AbortRequests
+    | UtilityCall
+    | Shutdown
+    | ExecutorFailed
+    | InputFailed
+    | GrammarCompiled
+)
 
 
 class EngineCore:
@@ -65,8 +85,11 @@ class EngineCore:
         *,
         num_clients: int = 1,
         clock: Callable[[], float] = time.time,
+        tokenizer: Callable[[], Tokenizer] | None = None,
     ):
-        """config: resolved.  executor: started.  emit: gets (client_idx, message)."""
+        """config: resolved.  executor: started.  emit: gets (client_idx, message).
+        tokenizer: loads it, for the first grammar; the checkpoint's by default.
+        """
         self.inputs: queue.SimpleQueue[CoreInput] = queue.SimpleQueue()
         self._config = check_resolved(config)
         self._executor = executor
@@ -74,6 +97,13 @@ class EngineCore:
         self._num_clients = num_clients
         self._clock = clock
         self._scheduler = _make_scheduler(config)
+        info = config.model.info
+        assert info is not None, config
+        self._grammars = StructuredOutputs(
+            tokenizer or (lambda: load_tokenizer(info.path)), info.vocab_size
+        )
+        # Requests that wait for their grammar, by id.
+        self._compiling: dict[str, Request] = {}
         self._utility_calls: deque[UtilityCall] = deque()
         # Steps that the workers have and whose results are not collected.
         self._in_flight: deque[StepPlan] = deque()
@@ -87,8 +117,15 @@ class EngineCore:
         """Whether a step is in flight or can be planned."""
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar; `inputs` will say when it is compiled."""
+        return bool(self._compiling)
+
     def make_request(self, message: EngineCoreRequest) -> Request:
-        """A request for `inputs`, its prompt blocks hashed."""
+        """A request for `inputs`: its prompt blocks hashed, its grammar being compiled."""
+        if message.grammar is not None:
+            self._grammars.compile(message.grammar)
         cache = self._config.cache
         return Request.from_message(
             message,
@@ -115,20 +152,23 @@ class EngineCore:
         """Plans and sends a step; collects the oldest one when enough are in flight.
 
         With async scheduling the workers run one step while the next is planned, else the step
-        collected is the one just sent. Aborts that came meanwhile apply before the results do.
+        collected is the one just sent. Grammars are asked what a step may sample while its forward
+        pass runs, and once all steps before it are collected.
         """
         plan = self._scheduler.schedule(self._clock())
         if plan is not None:
             self._executor.execute(plan.message)
             self._in_flight.append(plan)
-        if plan is None or len(self._in_flight) > self._max_in_flight:
-            result = self._executor.collect()
-            plan = self._in_flight.popleft()
-            self.take_inputs()
-            self._check_result(plan, result)
-            tokens = result.sampled_token_ids
-            outputs = self._scheduler.update_from_output(plan, tokens, self._clock())
-            self._emit_outputs(outputs)
+        if plan is None or len(self._in_flight) > 1:
+            self._collect()
+        if plan is not None and plan.masked:
+            self._send_mask(plan)
+        if len(self._in_flight) > self._max_in_flight:
+            self._collect()
+
+    def shutdown(self) -> None:
+        """Compiles no more grammars. The executor is the caller's to shut down."""
+        self._grammars.shutdown()
 
     def sleep(self) -> None:
         """Blocks until an input comes, and takes it."""
@@ -148,12 +188,34 @@ class EngineCore:
             call = self._utility_calls.popleft()
             self._emit(call.client_idx, self._run_utility_call(call))
 
+    def _collect(self) -> None:
+        """Takes in the oldest step's results. Aborts that came meanwhile apply before them."""
+        result = self._executor.collect()
+        plan = self._in_flight.popleft()
+        self.take_inputs()
+        self._check_result(plan, result)
+        tokens = result.sampled_token_ids
+        outputs = self._scheduler.update_from_output(plan, tokens, self._clock(), result.extras)
+        self._emit_outputs(outputs)
+
+    def _send_mask(self, plan: StepPlan) -> None:
+        masked = self._grammars.mask(plan.message.step_id, plan.masked)
+        self._executor.sample(masked.mask)
+        for request, token_ids in masked.forced:
+            self._scheduler.force_tokens(request, token_ids)
+        if masked.ended:
+            self._emit_outputs([self._scheduler.end(*ended) for ended in masked.ended])
+
     def _take(self, item: CoreInput) -> None:
         match item:
             case Request():
-                self._scheduler.add_request(item)
+                self._take_request(item)
+            case GrammarCompiled():
+                self._take_grammar(item.request, item.matcher)
             case AbortRequests():
                 self._scheduler.finish_requests(item.request_ids, FinishReason.ABORT)
+                for request_id in item.request_ids:
+                    self._compiling.pop(request_id, None)
             case UtilityCall():
                 self._utility_calls.append(item)
             case Shutdown():
@@ -163,6 +225,27 @@ class EngineCore:
             case ExecutorFailed():
                 self._executor.check()
                 raise AssertionError("the executor reported a failure and has none")
+
+    def _take_request(self, request: Request) -> None:
+        if request.grammar is None:
+            self._scheduler.add_request(request)
+            return
+        self._compiling[request.request_id] = request
+        matcher = self._grammars.compile(request.grammar)
+        matcher.add_done_callback(lambda done: self.inputs.put(GrammarCompiled(request, done)))
+
+    def _take_grammar(self, request: Request, matcher: Future[LLMatcher]) -> None:
+        if self._compiling.get(request.request_id) is not request:  # aborted meanwhile
+            return
+        del self._compiling[request.request_id]
+        error = matcher.exception()
+        if error is None:
+            request.matcher = matcher.result().deep_copy()
+            self._scheduler.add_request(request)
+            return
+        logger.error("request %s is aborted: %s", request.request_id, error)
+        output = EngineCoreOutput(request.request_id, [], FinishReason.ABORT)
+        self._emit_outputs([(request.client_idx, output)])
 
     def _check_result(self, plan: StepPlan, result: ModelRunnerOutput) -> None:
         assert result.step_id == plan.message.step_id, (result.step_id, plan)
@@ -197,9 +280,13 @@ class EngineCore:
 
     def _stats(self) -> SchedulerStats:
         stats = self._scheduler.stats()
-        if not self._num_compiles:
+        if not self._num_compiles and not self._compiling:
             return stats
-        return msgspec.structs.replace(stats, num_compiles_after_ready=self._num_compiles)
+        return msgspec.structs.replace(
+            stats,
+            num_waiting=stats.num_waiting + len(self._compiling),
+            num_compiles_after_ready=self._num_compiles,
+        )
 
     def _run_utility_call(self, call: UtilityCall) -> UtilityResult:
         method = _UTILITY_METHODS.get(call.method)

@@ -281,7 +281,8 @@ class InProcClient:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self._running_core.has_work or not self._running_core.inputs.empty()
+        core = self._running_core
+        return core.has_work or core.is_compiling or not core.inputs.empty()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a sequence; its id is unique among the unfinished ones."""
@@ -316,8 +317,8 @@ class InProcClient:
         core = self._running_core
         with _interrupt_deferred():
             core.take_inputs()
-            while core.has_work and not self._emitted:
-                core.step()
+            while (core.has_work or core.is_compiling) and not self._emitted:
+                core.step() if core.has_work else core.sleep()
         outputs: list[EngineCoreOutput] = []
         for message in self._emitted:
             assert isinstance(message, EngineCoreOutputs), message
@@ -328,6 +329,8 @@ class InProcClient:
 
     def shutdown(self) -> None:
         """Ends the workers. May be called twice."""
+        if self._core is not None:
+            self._core.shutdown()
         self._core = None
         if not self._is_shut_down:
             self._is_shut_down = True

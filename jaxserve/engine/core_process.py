@@ -1,9 +1,9 @@
 """The engine core process: `python -m jaxserve.engine.core_process`, started by the client.
 
-Input thread: receive, decode, hash prompt blocks -> `EngineCore.inputs`. Main thread:
-`EngineCore.run`. Output thread: encode, send, one socket an API server. The last message of an
-engine core that fails is EngineDead; it then exits with code 1, or 2 when the operator's settings
-are at fault.
+Input thread: receive, decode, hash prompt blocks, have grammars compiled -> `EngineCore.inputs`.
+Main thread: `EngineCore.run`. Output thread: encode, send, one socket an API server. The last
+message of an engine core that fails is EngineDead; it then exits with code 1, or 2 when the
+operator's settings are at fault.
 """
 
 import gc
@@ -138,7 +138,7 @@ def run_engine_core(start: EngineCoreStart) -> int:
     context = zmq.Context()
     output_thread = OutputThread(context, start.output_addresses)
     executor = make_executor(decode_config(start.config), start.worker_class)
-    input_thread = None
+    input_thread = core = None
     try:
         config = executor.start()
         core = EngineCore(
@@ -156,6 +156,8 @@ def run_engine_core(start: EngineCoreStart) -> int:
         output_thread.send_to_all(dead)
     if input_thread is not None:
         input_thread.close()
+    if core is not None:
+        core.shutdown()
     executor.shutdown()
     output_thread.close()
     context.term()

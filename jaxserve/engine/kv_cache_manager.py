@@ -38,9 +38,10 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Blocks that hold the beginning of `request`'s tokens already; takes no reference.
 
-        They never hold all tokens: the last one must be computed to sample the next from.
+        They never hold all tokens: the last one must be computed to sample the next from. None for
+        a request that needs the whole prompt computed.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.needs_whole_prompt:
             return []
         most = (len(request.token_ids) - 1) // self.block_size
         extend_block_hashes(request, self.block_size, most)
@@ -80,7 +81,7 @@ class KVCacheManager:
 
     def count_prefix_query(self, request: Request) -> None:
         """Counts the tokens asked for and found, for a request that was just admitted."""
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not request.needs_whole_prompt:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed_tokens
 

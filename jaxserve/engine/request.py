@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
+from llguidance import LLMatcher
 
-from jaxserve.messages import EngineCoreRequest, FinishReason, SamplingParams
+from jaxserve.messages import EngineCoreRequest, FinishReason, SamplingParams, TokenLogprobs
 
 HASH_BYTES = 16
 NO_ROW = -1
@@ -28,7 +29,8 @@ class Request:
     """State of one sequence; written by the scheduler, the KV fields by the KVCacheManager.
 
     token_ids: prompt and the output known so far.
-    num_planned_tokens: len(token_ids) plus the tokens that steps in flight will sample.
+    num_planned_tokens: len(token_ids) plus the tokens that steps in flight will sample, plus
+      forced_tokens.
     num_computed_tokens: tokens whose KV is computed once the steps planned so far have run.
     The scheduler closes the gap num_planned_tokens - num_computed_tokens.
     num_cached_tokens: prompt tokens the prefix cache gave at the first admission; -1 before it.
@@ -38,6 +40,13 @@ class Request:
     decode_until: while num_planned_tokens is below it, the next token needs neither a new block
       nor a look at the limit; 0 when not running.
     check_len: from this length on, update_from_output looks closer (first output, then the limit).
+
+    grammar: what the output must match; the request is scheduled once it has a matcher.
+    matcher, num_matched_tokens: written by StructuredOutputs; output tokens the matcher has seen.
+    forced_tokens: tokens without a choice that follow the one in flight, and are known with it.
+
+    prompt_logprobs: pieces for the first output; None when none are asked for, or sent.
+    prompt_logprobs_since: the first step whose pieces count, those before were of a lost row.
 
     KV fields: block_ids, the block table; num_registered_blocks, how many of them, from the
     first, are in the prefix cache's hash map (or are equal to one that is).
@@ -54,6 +63,7 @@ class Request:
     lora_name: str | None = None
     queued_s: float = 0.0
     block_hashes: list[bytes] = field(default_factory=list)
+    grammar: str | None = None
 
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
@@ -68,6 +78,11 @@ class Request:
     max_total_tokens: int = 0
     decode_until: int = 0
     check_len: int = 0
+    matcher: LLMatcher | None = None
+    num_matched_tokens: int = 0
+    forced_tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs_since: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_registered_blocks: int = 0
 
@@ -76,6 +91,8 @@ class Request:
         self.num_planned_tokens = self.num_prompt_tokens
         self.check_len = self.num_prompt_tokens + 1
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        if self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = []
 
     @classmethod
     def from_message(
@@ -99,6 +116,7 @@ class Request:
             lora_name=lora,
             queued_s=now_s,
             block_hashes=hash_prompt_blocks(tokens, block_size, salt, lora) if hash_blocks else [],
+            grammar=message.grammar,
         )
 
     @property
@@ -112,8 +130,25 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def has_extras(self) -> bool:
+        """Whether workers send more of it than tokens."""
+        sampling = self.sampling
+        return (
+            sampling.logprobs is not None
+            or bool(sampling.logprob_token_ids)
+            or sampling.prompt_logprobs is not None
+            or bool(sampling.pooling)
+        )
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether what is still to be sent depends on all the prompt's hidden states."""
+        return self.prompt_logprobs is not None or bool(self.sampling.pooling)
+
+    @property
     def num_in_flight(self) -> int:
-        """Tokens that planned steps will sample and that update_from_output has not brought yet."""
+        """Tokens that update_from_output has not brought yet: those that planned steps will sample,
+        and forced ones."""
         return self.num_planned_tokens - len(self.token_ids)
 
     def __repr__(self) -> str:

@@ -2,9 +2,11 @@
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from jaxserve.engine.kv_cache_manager import KVCacheManager
 from jaxserve.engine.request import NO_ROW, Request, RequestStatus
@@ -12,6 +14,7 @@ from jaxserve.messages import (
     AdmittedRow,
     EngineCoreOutput,
     FinishReason,
+    RowExtras,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -30,10 +33,17 @@ class ScheduledRow(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step. scheduled: the rows that compute something, by ascending row; read only."""
+    """One step; read only.
+
+    scheduled: the rows that compute something, by ascending row.
+    masked: the rows that sample under a grammar, by ascending row.
+    extras: the live rows whose requests ask for more than tokens.
+    """
 
     message: SchedulerOutput
     scheduled: list[ScheduledRow]
+    masked: Sequence[tuple[int, Request]] = ()
+    extras: Mapping[int, Request] = {}
 
     def __repr__(self) -> str:
         rows = (f"{row.request.request_id}:{row.num_tokens}" for row in self.scheduled)
@@ -96,6 +106,11 @@ class Scheduler:
         self._rows: list[ScheduledRow | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs))
         self._released_rows: list[int] = []
+        # Live rows of requests with a grammar, and with extras.
+        self._grammar_rows: dict[int, Request] = {}
+        self._extras_rows: dict[int, Request] = {}
+        # Forced tokens that no plan has brought to the workers.
+        self._unsent_forced: dict[Request, list[int]] = {}
         self._num_added = 0
         self._num_preemptions = 0
         self._next_step_id = 0
@@ -134,6 +149,20 @@ class Scheduler:
                 ended.append(request)
         return ended
 
+    def end(self, request: Request, reason: FinishReason) -> tuple[int, EngineCoreOutput]:
+        """Ends a request between two steps; returns (client_idx, its last output), which brings no
+        token."""
+        self._finish(request, reason)
+        output = EngineCoreOutput(request.request_id, [], reason)
+        if not request.num_output_tokens:
+            output = replace(
+                output,
+                num_cached_tokens=request.num_cached_tokens,
+                queued_s=request.queued_s,
+                scheduled_s=request.scheduled_s,
+            )
+        return request.client_idx, output
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -157,7 +186,24 @@ class Scheduler:
             return None
         for request in draft.grown:
             self.kv.cache_blocks(request)
-        return StepPlan(self._make_message(draft), scheduled)
+        masked = self._masked_rows(draft) if self._grammar_rows else ()
+        message = self._make_message(draft, awaits_mask=bool(masked))
+        extras = self._extras_rows.copy() if self._extras_rows else self._extras_rows
+        return StepPlan(message, scheduled, masked, extras)
+
+    def force_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Plans tokens that must follow the one that `request` samples in the step just planned.
+
+        They are computed like known ones, are cut where the request must end, and become known with
+        that step's result. None of them may be a stop token.
+        """
+        assert request.status is _RUNNING and request.num_in_flight == 1, request
+        room = request.max_total_tokens - request.num_planned_tokens
+        if room and token_ids:
+            request.forced_tokens = list(token_ids[:room])
+            request.num_planned_tokens += len(request.forced_tokens)
+            request.check_len = 0
+            self._unsent_forced[request] = request.forced_tokens
 
     def _schedule_running(self, draft: _Draft) -> None:
         """Gives every running request what it lacks. One token and no new block is the common
@@ -232,6 +278,10 @@ class Scheduler:
         draft.budget += num_tokens
 
     def _preempt(self, request: Request) -> None:
+        if request.prompt_logprobs and not request.num_in_flight:
+            request.prompt_logprobs.clear()
+        if not request.num_in_flight:
+            request.prompt_logprobs_since = self._next_step_id
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         insort(self._waiting, request, key=_order_of)
@@ -267,6 +317,10 @@ class Scheduler:
         request.status = _RUNNING
         self._running[request.request_id] = request
         self._rows[request.row] = ScheduledRow(request, 1, True)
+        if request.grammar is not None:
+            self._grammar_rows[request.row] = request
+        if request.has_extras:
+            self._extras_rows[request.row] = request
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
             request.scheduled_s = now_s
@@ -291,7 +345,13 @@ class Scheduler:
         rows = [exceptions.get(idx, row) for idx, row in enumerate(self._rows)]
         return [row for row in rows if row is not None and row.num_tokens]
 
-    def _make_message(self, draft: _Draft) -> SchedulerOutput:
+    def _masked_rows(self, draft: _Draft) -> list[tuple[int, Request]]:
+        """The rows that sample in this step and have a grammar."""
+        rows = sorted(self._grammar_rows.items())
+        exceptions = draft.exceptions
+        return [item for item in rows if item[0] not in exceptions or exceptions[item[0]].samples]
+
+    def _make_message(self, draft: _Draft, awaits_mask: bool) -> SchedulerOutput:
         new_blocks: list[int] = []
         for request, block_ids in draft.new_blocks:
             if request.status is _RUNNING:  # not preempted since by a later request of this step
@@ -308,15 +368,23 @@ class Scheduler:
             admitted=draft.admitted,
             new_blocks=new_blocks,
             num_tokens=num_tokens,
+            forced_tokens=[(request.row, ids) for request, ids in self._unsent_forced.items()],
+            awaits_mask=awaits_mask,
         )
         self._released_rows = []
+        if self._unsent_forced:
+            self._unsent_forced = {}
         self._next_step_id += 1
         return message
 
     # --- taking in a step's result ---
 
     def update_from_output(
-        self, plan: StepPlan, sampled_token_ids: Sequence[int], now_s: float
+        self,
+        plan: StepPlan,
+        sampled_token_ids: Sequence[int],
+        now_s: float,
+        extras: Sequence[RowExtras] = (),
     ) -> list[tuple[int, EngineCoreOutput]]:
         """Takes in the tokens of the oldest plan in flight, one for each row that samples.
 
@@ -327,6 +395,8 @@ class Scheduler:
         self._next_result_id += 1
         requests = [request for request, _, samples in plan.scheduled if samples]
         assert len(requests) == len(sampled_token_ids), (plan, len(sampled_token_ids))
+        if extras:
+            _keep_prompt_logprobs(plan, extras)
         outputs: list[tuple[int, EngineCoreOutput]] = []
         for request, token_id in zip(requests, sampled_token_ids, strict=True):
             if request.status is _FINISHED:
@@ -338,26 +408,31 @@ class Scheduler:
             else:
                 output = EngineCoreOutput(request.request_id, [token_id])
             outputs.append((request.client_idx, output))
-        return outputs
+        return _add_extras(plan, extras, outputs) if extras else outputs
 
     def _look_closer(self, request: Request, token_id: int, now_s: float) -> EngineCoreOutput:
-        """The output for a token that may be the request's first or last."""
+        """The output for a token that may be the request's first or last, or bring others."""
+        new_token_ids = [token_id, *request.forced_tokens]
+        request.token_ids += request.forced_tokens
+        request.forced_tokens = []
         reason = self._finish_reason(request, token_id)
         stop_reason = token_id if reason is FinishReason.STOP else None
         if reason is not None:
             self._finish(request, reason)
-        if request.num_output_tokens > 1:
-            return EngineCoreOutput(request.request_id, [token_id], reason, stop_reason)
         request.check_len = request.max_total_tokens
+        if request.num_output_tokens > len(new_token_ids):
+            return EngineCoreOutput(request.request_id, new_token_ids, reason, stop_reason)
         request.first_token_s = now_s
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         return EngineCoreOutput(
             request.request_id,
-            [token_id],
+            new_token_ids,
             reason,
             stop_reason,
             request.num_cached_tokens,
             request.queued_s,
             request.scheduled_s,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
@@ -384,6 +459,9 @@ class Scheduler:
         self._rows[request.row] = None
         self._released_rows.append(request.row)
         heapq.heappush(self._free_rows, request.row)
+        self._grammar_rows.pop(request.row, None)
+        self._extras_rows.pop(request.row, None)
+        self._unsent_forced.pop(request, None)
         request.row = NO_ROW
         request.decode_until = 0
 
@@ -423,11 +501,50 @@ class Scheduler:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), request
         for request in running:
             assert request.status is _RUNNING, request
-            assert 0 <= request.num_in_flight <= self._next_step_id - self._next_result_id, request
+            num_sampled = request.num_in_flight - len(request.forced_tokens)
+            assert 0 <= num_sampled <= self._next_step_id - self._next_result_id, request
+            assert num_sampled or not request.forced_tokens, request
             assert request.num_computed_tokens < request.num_planned_tokens, request
             assert request.num_planned_tokens <= request.max_total_tokens, request
+        assert self._grammar_rows == {
+            idx: request for idx, request in rows.items() if request.grammar is not None
+        }
+        assert self._extras_rows == {
+            idx: request for idx, request in rows.items() if request.has_extras
+        }
+        for request, token_ids in self._unsent_forced.items():
+            assert request.status is _RUNNING and token_ids, request
         for request in self._requests.values():
             is_past_first = request.num_output_tokens > 0
             num_first = request.num_prompt_tokens + 1
-            assert request.check_len == (request.max_total_tokens if is_past_first else num_first)
+            check_len = request.max_total_tokens if is_past_first else num_first
+            assert request.check_len == (0 if request.forced_tokens else check_len), request
         self.kv.check_invariants(running)
+
+
+def _keep_prompt_logprobs(plan: StepPlan, extras: Sequence[RowExtras]) -> None:
+    """Adds the pieces of prompts to those that the requests' first outputs will carry."""
+    for row in extras:
+        request = plan.extras[row.row]
+        if (
+            row.prompt_logprobs is not None
+            and request.prompt_logprobs is not None
+            and plan.message.step_id >= request.prompt_logprobs_since
+        ):
+            request.prompt_logprobs.append(row.prompt_logprobs)
+
+
+def _add_extras(
+    plan: StepPlan, extras: Sequence[RowExtras], outputs: list[tuple[int, EngineCoreOutput]]
+) -> list[tuple[int, EngineCoreOutput]]:
+    """The outputs, with what the workers sent beside their tokens."""
+    by_id = {plan.extras[row.row].request_id: row for row in extras}
+    return [
+        (
+            client_idx,
+            replace(output, logprobs=row.logprobs, embedding=row.embedding)
+            if (row := by_id.get(output.request_id)) is not None
+            else output,
+        )
+        for client_idx, output in outputs
+    ]

@@ -4,7 +4,7 @@ import importlib
 from typing import Any, Protocol
 
 from jaxserve.config import EngineConfig
-from jaxserve.messages import ModelRunnerOutput, SchedulerOutput
+from jaxserve.messages import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
 WORKER_CLASS = "jaxserve.worker.worker:Worker"
 
@@ -23,6 +23,15 @@ class Executor(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> None:
         """Hands a step to the workers; returns at once.
+
+        Raises:
+          EngineDeadError: a worker failed; `str()` is the root cause.
+        """
+        ...
+
+    def sample(self, mask: GrammarMask) -> None:
+        """Hands the workers the mask of the step handed to them last, which awaits it; returns at
+        once.
 
         Raises:
           EngineDeadError: a worker failed; `str()` is the root cause.

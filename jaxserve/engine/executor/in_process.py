@@ -7,13 +7,13 @@ from typing import Protocol
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, UserError
-from jaxserve.messages import ModelRunnerOutput, SchedulerOutput
+from jaxserve.messages import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
 
 class Worker(Protocol):
     """What executors and worker processes need of a worker (`worker/worker.py`).
 
-    `execute` and `collect` may be called from two threads, one each.
+    `execute` and `sample` are called by one thread, `collect` perhaps by another.
     """
 
     def load(self) -> EngineConfig:
@@ -21,11 +21,15 @@ class Worker(Protocol):
         ...
 
     def execute(self, plan: SchedulerOutput) -> None:
-        """Starts a step on the devices."""
+        """Starts a step on the devices; samples too, unless the plan awaits a mask."""
+        ...
+
+    def sample(self, mask: GrammarMask) -> None:
+        """Starts the sampling of the step started last, whose plan awaits this mask."""
         ...
 
     def collect(self) -> ModelRunnerOutput:
-        """Blocks for the result of the oldest step not collected yet."""
+        """Blocks for the result of the oldest step not collected yet; its sampling has started."""
         ...
 
 
@@ -43,20 +47,13 @@ class InProcessExecutor:
         return self._worker.load()
 
     def execute(self, plan: SchedulerOutput) -> None:
-        assert self._worker is not None, "not started"
-        self.check()
-        try:
-            self._worker.execute(plan)
-        except Exception as error:
-            raise self._dead(error) from error
+        return self._run(lambda worker: worker.execute(plan))
+
+    def sample(self, mask: GrammarMask) -> None:
+        return self._run(lambda worker: worker.sample(mask))
 
     def collect(self) -> ModelRunnerOutput:
-        assert self._worker is not None, "not started"
-        self.check()
-        try:
-            return self._worker.collect()
-        except Exception as error:
-            raise self._dead(error) from error
+        return self._run(lambda worker: worker.collect())
 
     def failure_fds(self) -> list[int]:
         return []
@@ -67,6 +64,14 @@ class InProcessExecutor:
 
     def shutdown(self) -> None:
         self._worker = None
+
+    def _run[T](self, call: Callable[[Worker], T]) -> T:
+        assert self._worker is not None, "not started"
+        self.check()
+        try:
+            return call(self._worker)
+        except Exception as error:
+            raise self._dead(error) from error
 
     def _dead(self, error: Exception) -> EngineDeadError:
         self._failure = error

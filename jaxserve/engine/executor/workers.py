@@ -1,7 +1,7 @@
 """The executor that runs every worker in a process of its own.
 
-One ring buffer carries each plan to all workers; every worker has a ring back, on which all report
-that they are ready or have failed, and only rank 0 sends results.
+One ring buffer carries each plan and mask to all workers; every worker has a ring back, on which
+all report that they are ready or have failed, and only rank 0 sends results.
 """
 
 import time
@@ -17,9 +17,11 @@ from jaxserve.engine.executor.ring_buffer import (
 )
 from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.messages import (
+    GrammarMask,
     ModelRunnerOutput,
     SchedulerOutput,
     WorkerFailed,
+    WorkerInput,
     WorkerOutput,
     WorkerReady,
     WorkerStart,
@@ -27,8 +29,10 @@ from jaxserve.messages import (
     encode,
 )
 
-_PLAN_RING_BYTES = 1 << 22
-_RESULT_RING_BYTES = 1 << 18
+# A message may be larger; then its sender waits while the reader makes room. These hold the masks
+# of 256 rows of a vocabulary of 200,000, and 20 log-probabilities each of 8,192 prompt tokens.
+_PLAN_RING_BYTES = 1 << 23
+_RESULT_RING_BYTES = 1 << 21
 _STOP_TIMEOUT_S = 1.0
 
 
@@ -67,14 +71,10 @@ class WorkersExecutor:
         return decode_config(configs[0])
 
     def execute(self, plan: SchedulerOutput) -> None:
-        assert self._writer is not None, "not started"
-        self._raise_if_dead()
-        try:
-            self._writer.write(encode(plan), self._step_timeout_s)
-        except ReaderDiedError as error:
-            raise self._died(error.reader_idx) from None
-        except TimeoutError:
-            raise self._timed_out() from None
+        self._send(plan)
+
+    def sample(self, mask: GrammarMask) -> None:
+        self._send(mask)
 
     def collect(self) -> ModelRunnerOutput:
         self._raise_if_dead()
@@ -113,6 +113,16 @@ class WorkersExecutor:
             encode(start),
             inherited_fds=[*self._plan_ring.fds(), *result_ring.fds()],
         )
+
+    def _send(self, message: WorkerInput) -> None:
+        assert self._writer is not None, "not started"
+        self._raise_if_dead()
+        try:
+            self._writer.write(encode(message), self._step_timeout_s)
+        except ReaderDiedError as error:
+            raise self._died(error.reader_idx) from None
+        except TimeoutError:
+            raise self._timed_out() from None
 
     def _wait_until_ready(self, rank: int) -> bytes:
         if rank not in self._ready:
