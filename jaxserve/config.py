@@ -129,6 +129,30 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     ] = 300.0
 
 
+class ChatConfig(Struct, frozen=True, kw_only=True):
+    """How chats become prompts, and answers become messages."""
+
+    chat_template: Annotated[
+        str, Meta(description="Chat template, or a file with it, instead of the model's.")
+    ] = ""
+    default_chat_template_kwargs: Annotated[
+        str,
+        Meta(description="Variables for the chat template, a JSON object; requests may differ."),
+    ] = ""
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="Let requests bring a chat template of their own.")
+    ] = False
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="Let the model decide whether it calls a tool.")
+    ] = True
+    tool_call_parser: Annotated[
+        str, Meta(description="How the model writes tool calls; auto: as its chat template does.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, Meta(description="How the model writes reasoning; auto: as its chat template does.")
+    ] = ""
+
+
 class ServerConfig(Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -198,6 +222,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
+    chat: ChatConfig = ChatConfig()
     server: ServerConfig = ServerConfig()
 
     @property
@@ -212,6 +237,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "worker": WorkerConfig,
+    "chat": ChatConfig,
     "server": ServerConfig,
 }
 

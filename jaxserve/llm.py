@@ -17,8 +17,19 @@ from jaxserve.errors import RequestError, UserError
 from jaxserve.messages import EngineCoreOutputs
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.chat_settings import make_chat_settings
 from jaxserve.server.protocol.chat import ChatMessage
 from jaxserve.server.renderer import render_chat, render_prompts
+
+# Fields that only matter to clients of a server.
+_SERVE_ONLY = {
+    *ServerConfig.__struct_fields__,
+    "scheduling_policy",
+    "enable_auto_tool_choice",
+    "reasoning_parser",
+    "tool_call_parser",
+    "trust_request_chat_template",
+}
 
 type Message = Mapping[str, Any]
 type Params = SamplingParams | Sequence[SamplingParams] | None
@@ -63,7 +74,7 @@ class LLM:
         from jaxserve.cli_flags import config_from_kwargs
 
         for name in config_fields:
-            if name in ServerConfig.__struct_fields__ or name == "scheduling_policy":
+            if name in _SERVE_ONLY:
                 raise UserError(
                     f"LLM({name}=...) has no effect: it belongs to `jaxserve serve`.",
                     fix=f"Leave {name} out.",
@@ -71,7 +82,8 @@ class LLM:
         config = config_from_kwargs(**{"model": model, "executor": "in_process"} | config_fields)
         path = checkpoint.resolve_model(model)
         config = resolve_for_model(config, checkpoint.load_model_info(path))
-        self.tokenizer = checkpoint.load_tokenizer(path)
+        self.tokenizer = checkpoint.load_tokenizer(path, config.chat.chat_template)
+        self._template_kwargs = make_chat_settings(config.chat, self.tokenizer).template_kwargs
         self._client = InProcClient(config)
         self.config: EngineConfig = self._client.start()
         self._input_processor = InputProcessor(self.config, self.tokenizer)
@@ -141,15 +153,16 @@ class LLM:
         conversations = [messages] if is_one else messages
         rendered = []
         for i, conversation in enumerate(conversations):
-            token_ids = render_chat(
+            chat = render_chat(
                 self.tokenizer,
                 _checked_messages(conversation),
                 add_generation_prompt=add_generation_prompt,
                 add_special_tokens=False,
-                template_kwargs=chat_template_kwargs or {},
+                template_kwargs=chat_template_kwargs,
+                default_template_kwargs=self._template_kwargs,
                 max_model_len=self.config.model.max_model_len,
             )
-            rendered.append((token_ids, "messages" if is_one else f"messages[{i}]"))
+            rendered.append((chat.token_ids, "messages" if is_one else f"messages[{i}]"))
         return self._generate(rendered, sampling_params, None, use_tqdm)
 
     def reset_prefix_cache(self) -> bool:

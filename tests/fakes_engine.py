@@ -35,6 +35,7 @@ from jaxserve.messages import (
 )
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.app import build_app
+from jaxserve.server.chat_settings import make_chat_settings
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.renderer import Renderer
 
@@ -231,11 +232,13 @@ def make_context(core: FakeCoreClient, config: EngineConfig) -> ServerContext:
         max_num_queued_tokens=config.server.max_num_queued_tokens,
     )
     llm.start()
+    chat = make_chat_settings(config.chat, tokenizer)
     return ServerContext(
         config=config,
         llm=llm,
         input_processor=InputProcessor(config, tokenizer),
-        renderer=Renderer(tokenizer, config.model.max_model_len),
+        renderer=Renderer(tokenizer, config.model.max_model_len, chat.template_kwargs),
+        chat=chat,
         detokenizers=detokenizers,
         metrics=metrics,
         created_s=1_700_000_000,

@@ -98,17 +98,37 @@ def open_weights(path: Path | str) -> "WeightReader":
     return gguf_llama.GGUFReader(path)
 
 
-def load_tokenizer(path: Path | str) -> "Tokenizer":
+def load_tokenizer(path: Path | str, chat_template: str = "") -> "Tokenizer":
     """The tokenizer and chat template at `path`.
 
+    chat_template: instead of the checkpoint's: a file, or the template itself.
+
     Raises:
-      UserError: there is none, or it is of a kind that would be tokenized wrongly.
+      UserError: there is none, or it is of a kind that would be tokenized wrongly; the template
+        is not valid.
     """
     path = Path(path)
     if path.is_dir():
         from jaxserve.checkpoint import hf_tokenizer
 
-        return hf_tokenizer.load_tokenizer(path)
-    from jaxserve.checkpoint import gguf_tokenizer
+        tokenizer = hf_tokenizer.load_tokenizer(path)
+    else:
+        from jaxserve.checkpoint import gguf_tokenizer
 
-    return gguf_tokenizer.load_tokenizer(path)
+        tokenizer = gguf_tokenizer.load_tokenizer(path)
+    if not chat_template:
+        return tokenizer
+    return tokenizer.with_chat_template(_template_text(chat_template), "--chat-template")
+
+
+def _template_text(file_or_text: str) -> str:
+    """The file's text; what has braces or line breaks is the text itself."""
+    if any(char in file_or_text for char in "{}\n"):
+        return file_or_text
+    try:
+        return Path(file_or_text).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--chat-template {file_or_text} cannot be read: {error}.",
+            fix="Give the path of a Jinja file, or the template itself.",
+        ) from error

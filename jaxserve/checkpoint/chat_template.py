@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -33,18 +33,34 @@ _REFUSALS = (
 class ChatTemplate:
     """One compiled template.
 
+    variables: names that it reads and does not set itself; what a request sets beside them would
+      do nothing.
+
     Raises:
       UserError: the template is not valid Jinja; `source` says where it comes from.
     """
 
     def __init__(self, text: str, source: str):
         self.text = text
+        environment = _environment()
         try:
-            self._template = _environment().from_string(text)
-        except jinja2.TemplateError as e:
-            raise UserError(
-                f"{source} is not valid: {e}.", fix="Mend the chat template of the checkpoint."
-            ) from e
+            self._template = environment.from_string(text)
+            undeclared = meta.find_undeclared_variables(environment.parse(text))
+        except (jinja2.TemplateError, RecursionError) as e:
+            raise UserError(f"{source} is not valid: {e}.", fix="Mend the chat template.") from e
+        self.variables = frozenset(undeclared) - set(environment.globals)
+
+    def check_takes(self, names: Mapping[str, str]) -> None:
+        """Raises RequestError when the template does not read one of the variables.
+
+        names: each variable, and the field of the request that sets it.
+        """
+        for name, param in names.items():
+            if name not in self.variables:
+                raise RequestError(
+                    f"{param} has no effect: the chat template has no variable {name[:100]!r}.",
+                    param=param,
+                )
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Raises RequestError when the template refuses the variables (roles, content types)."""

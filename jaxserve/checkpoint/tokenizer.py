@@ -1,5 +1,6 @@
 """Text to token ids and back, and the chat template, for every kind of checkpoint."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +37,9 @@ class Tokenizer:
                     fix="Use a checkpoint whose tokenizer files belong together.",
                 )
         added = backend.get_added_tokens_decoder()
-        # Ids that decode to nothing under skip_special_tokens.
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        # Those that decode to nothing under skip_special_tokens.
+        self.special_token_ids = {t.content: i for i, t in added.items() if t.special}
+        self.special_ids = frozenset(self.special_token_ids.values())
         self._templates = {
             name: ChatTemplate(text, f"{source}: chat template {name!r}")
             for name, text in chat_templates.items()
@@ -58,9 +60,14 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The default template's text."""
+        """The text of the template of a chat without tools."""
         template = self._templates.get("default")
         return template.text if template else None
+
+    @property
+    def template_names(self) -> frozenset[str]:
+        """Every variable that one of the chat templates reads."""
+        return frozenset().union(*(t.variables for t in self._templates.values()))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Special tokens written in `text` are recognized either way.
@@ -74,45 +81,64 @@ class Tokenizer:
         """Bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def with_chat_template(self, text: str, source: str) -> "Tokenizer":
+        """The same tokenizer with one chat template, for chats with tools too.
+
+        Raises:
+          UserError: it is not valid Jinja; `source` says where it comes from.
+        """
+        other = copy.copy(self)
+        other._templates = {"default": ChatTemplate(text, source)}
+        return other
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None = None,
-        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt text of a chat; encode it without adding special tokens.
 
         tools: JSON descriptions; a checkpoint's own "tool_use" template is taken for them.
-        chat_template: used instead of the checkpoint's; it can loop for long, so take it only from
-          those who may keep this thread busy.
         kwargs: more variables for the template.
 
         Raises:
           RequestError: there is no template, or it does not accept these messages.
         """
-        if chat_template is not None:
-            template = self._custom(chat_template)
-        else:
-            name = "tool_use" if tools and "tool_use" in self._templates else "default"
-            template = self._templates.get(name)
-        if template is None:
-            raise RequestError(
-                "This model has no chat template; use /v1/completions or pass a chat_template.",
-                param="messages",
+        return self.chat_template_for(has_tools=bool(tools)).render(
+            self.template_variables(
+                messages, {"tools": tools} | kwargs, add_generation_prompt=add_generation_prompt
             )
-        variables = self.special_tokens | {"tools": tools} | kwargs
-        return template.render(
-            variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         )
 
-    def _custom(self, text: str) -> ChatTemplate:
-        try:
-            return ChatTemplate(text, "chat_template")
-        except UserError as e:
-            raise RequestError(e.problem, param="chat_template") from e
+    def chat_template_for(self, *, has_tools: bool) -> ChatTemplate:
+        """The template of a chat without or with tools.
+
+        Raises:
+          RequestError: there is none.
+        """
+        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
+        if template is None:
+            raise RequestError(
+                "This model has no chat template: start the server with --chat-template, or use "
+                "/v1/completions.",
+                param="messages",
+            )
+        return template
+
+    def template_variables(
+        self,
+        messages: list[dict[str, Any]],
+        others: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+    ) -> dict[str, Any]:
+        """What a chat template is rendered with."""
+        variables = {**self.special_tokens, **others}
+        return variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
 
     def _special_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)

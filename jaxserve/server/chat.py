@@ -1,19 +1,35 @@
 """POST /v1/chat/completions."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.output_processor import RequestOutput
-from jaxserve.errors import RequestError
-from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
-from jaxserve.server.http import Encoder, StreamEncoder, read_body
+from jaxserve.server.chat_generation import PreparedChat, prepare_chat, respond_chat
+from jaxserve.server.chat_messages import content_text
+from jaxserve.server.choice_parser import ChoiceParser, Delta, ToolCallDelta
+from jaxserve.server.generation import ResponseHead, ServerContext
+from jaxserve.server.http import (
+    ChunkEncoder,
+    Encoder,
+    StreamEncoder,
+    StreamUsage,
+    encode_json,
+    read_body,
+)
 from jaxserve.server.protocol.chat import (
     ChatChoice,
+    ChatChunkChoice,
     ChatCompletion,
     ChatCompletionRequest,
+    DeltaFunction,
+    DeltaMessage,
+    DeltaToolCall,
+    ResponseFunction,
     ResponseMessage,
+    ResponseToolCall,
     decode_chat_request,
 )
 from jaxserve.server.protocol.common import Usage
@@ -30,32 +46,16 @@ class ChatCompletions:
         arrival_time_s = time.time()
         body = await read_body(scope, receive, context.config.server.max_body_bytes)
         request = decode_chat_request(body)
-        check_model(context, request.model)
-        try:
-            params = request.sampling_params()
-            prompt_token_ids = await context.renderer.chat(request)
-            await respond(
-                context,
-                request,
-                params,
-                [(prompt_token_ids, "messages")],
-                ChatFormat(),
-                receive,
-                send,
-                arrival_time_s=arrival_time_s,
-                default_max_tokens=None,
-            )
-        except RequestError as error:
-            raise _named_as_given(error, request) from error
-
-
-def _named_as_given(error: RequestError, request: ChatCompletionRequest) -> RequestError:
-    """The error, with max_tokens under the newer name if the client used that."""
-    if request.max_completion_tokens is None or error.param != "max_tokens":
-        return error
-    name = "max_completion_tokens"
-    message = error.message.replace("max_tokens", name)
-    return RequestError(message, param=name, status=error.status)
+        prepared = await prepare_chat(context, request)
+        await respond_chat(
+            context,
+            request,
+            prepared,
+            ChatFormat(request, prepared),
+            receive,
+            send,
+            arrival_time_s=arrival_time_s,
+        )
 
 
 class ChatFormat:
@@ -63,22 +63,63 @@ class ChatFormat:
 
     id_prefix = "chatcmpl"
 
+    def __init__(self, request: ChatCompletionRequest, prepared: PreparedChat):
+        self._prepared = prepared
+        self._include_reasoning = request.include_reasoning is not False
+        last = request.messages[-1]
+        opens_turn = request.add_generation_prompt is not False
+        opens_turn = opens_turn and not request.continue_final_message
+        self._role = "assistant" if opens_turn else last.role
+        is_echoed = request.echo and last.role == self._role and last.content is not None
+        self._echo = content_text(last.content, "messages") if is_echoed else ""
+        self._parsers: dict[int, ChoiceParser | None] = {}
+
     def whole(
         self, head: ResponseHead, outputs: list[RequestOutput], usage: Usage
     ) -> ChatCompletion:
         """All choices at once."""
-        choices = [
-            ChatChoice(
-                index=output.index,
-                message=ResponseMessage(output.text),
-                finish_reason=str(output.finish_reason),
-                stop_reason=output.stop_reason,
-            )
-            for output in outputs
-        ]
         return ChatCompletion(
-            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(output) for output in outputs],
+            usage=usage,
         )
+
+    def _choice(self, output: RequestOutput) -> ChatChoice:
+        parser = self._prepared.make_parser()
+        if parser is None:
+            message = ResponseMessage(role=self._role, content=self._echo + output.text)
+        else:
+            message = self._message(parser, output)
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            finish_reason=self._prepared.finish_reason(str(output.finish_reason), parser),
+            stop_reason=output.stop_reason,
+        )
+
+    def _message(self, parser: ChoiceParser, output: RequestOutput) -> ResponseMessage:
+        delta = parser.feed(output.text, output.token_ids) + parser.finish()
+        content = self._echo + delta.content
+        calls = [
+            ResponseToolCall(
+                id=call.id or "",
+                function=ResponseFunction(name=call.name or "", arguments=call.arguments),
+            )
+            for call in delta.tool_calls
+        ]
+        reasoning = self._reasoning(delta)
+        return ResponseMessage(
+            role=self._role,
+            content=content if content or not calls else None,
+            tool_calls=calls or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+        )
+
+    def _reasoning(self, delta: Delta) -> str | UnsetType:
+        return delta.reasoning if delta.reasoning and self._include_reasoning else UNSET
 
     def encoder(
         self,
@@ -90,17 +131,80 @@ class ChatFormat:
         continuous_usage: bool,
     ) -> Encoder:
         """Chunks of one request."""
-        return StreamEncoder(
-            {
-                "id": head.id,
-                "object": "chat.completion.chunk",
-                "created": head.created,
-                "model": head.model,
-            },
-            before_text=b'"delta":{"content":',
-            after_text=b"}",
-            no_text=b'"delta":{',
-            first=b'"delta":{"role":"assistant","content":""}',
-            include_usage=include_usage,
-            n=n,
+        fields = {
+            "id": head.id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+        }
+        is_plain = self._prepared.make_parser() is None and not self._echo
+        if is_plain and not continuous_usage:
+            first = b'"delta":{"role":%b,"content":""}' % encode_json(self._role)
+            return StreamEncoder(
+                fields,
+                before_text=b'"delta":{"content":',
+                after_text=b"}",
+                no_text=b'"delta":{',
+                first=first,
+                include_usage=include_usage,
+                n=n,
+            )
+        usage = StreamUsage(
+            include=include_usage, continuous=continuous_usage, n=n, prompt_lens=prompt_lens
         )
+        return ChunkEncoder(fields, self._chunk_choices, usage)
+
+    def _chunk_choices(self, output: RequestOutput, is_first: bool) -> Iterator[ChatChunkChoice]:
+        """One output's chunks: the role, its pieces, and the finish with the last piece."""
+        index = output.index
+        if is_first:
+            self._parsers[index] = self._prepared.make_parser()
+            yield ChatChunkChoice(index=index, delta=DeltaMessage(role=self._role, content=""))
+            if self._echo:
+                yield ChatChunkChoice(index=index, delta=DeltaMessage(content=self._echo))
+        parser = self._parsers[index]
+        if parser is None:
+            delta = Delta(output.text)
+        else:
+            delta = parser.feed(output.text, output.token_ids)
+            if output.finish_reason is not None:
+                delta += parser.finish()
+        messages = list(self._delta_messages(delta))
+        if output.finish_reason is None:
+            for message in messages:
+                yield ChatChunkChoice(index=index, delta=message)
+            return
+        last = messages.pop() if messages else DeltaMessage()
+        for message in messages:
+            yield ChatChunkChoice(index=index, delta=message)
+        yield ChatChunkChoice(
+            index=index,
+            delta=last,
+            finish_reason=self._prepared.finish_reason(str(output.finish_reason), parser),
+            stop_reason=output.stop_reason,
+        )
+
+    def _delta_messages(self, delta: Delta) -> Iterator[DeltaMessage]:
+        """The text, then each piece of a call; a call's first piece has no arguments."""
+        reasoning = self._reasoning(delta)
+        if delta.content or reasoning is not UNSET:
+            yield DeltaMessage(
+                content=delta.content or UNSET,
+                reasoning=reasoning,
+                reasoning_content=reasoning,
+            )
+        for call in delta.tool_calls:
+            for piece in _call_pieces(call):
+                yield DeltaMessage(tool_calls=[piece])
+
+
+def _call_pieces(call: ToolCallDelta) -> Iterator[DeltaToolCall]:
+    if call.id is not None:
+        yield DeltaToolCall(
+            index=call.index,
+            id=call.id,
+            type="function",
+            function=DeltaFunction(name=call.name or "", arguments=""),
+        )
+    if call.arguments:
+        yield DeltaToolCall(index=call.index, function=DeltaFunction(arguments=call.arguments))

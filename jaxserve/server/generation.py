@@ -16,6 +16,7 @@ from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import RequestError
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.chat_settings import ChatSettings
 from jaxserve.server.http import (
     Encoder,
     cancelled_on_disconnect,
@@ -38,6 +39,7 @@ class ServerContext:
     llm: AsyncLLM
     input_processor: InputProcessor
     renderer: Renderer
+    chat: ChatSettings
     detokenizers: DetokenizerFactory
     metrics: ServerMetrics
     created_s: int

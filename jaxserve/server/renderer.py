@@ -2,75 +2,137 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.errors import RequestError
-from jaxserve.server.protocol.chat import ChatCompletionRequest, ChatMessage, ContentPart
+from jaxserve.server.chat_messages import Continuation, template_messages
+from jaxserve.server.protocol.chat import ChatCompletionRequest, ChatMessage
+from jaxserve.server.template_process import TemplateProcess
+from jaxserve.server.tool_choice import plan_tools
 
 MAX_PROMPTS = 2048
 _NUM_THREADS = 2
 _BATCH = 4
+_TAIL_LEN = 256
 _USUAL_CHARS_PER_TOKEN = 16
-_ROLES = ("system", "developer", "user", "assistant")
-# What the template call itself sets; chat_template_kwargs are variables of the template only.
+# What other fields of the request set; chat_template_kwargs are the template's other variables.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
-    ("add_generation_prompt", "chat_template", "documents", "messages", "tokenize", "tools")
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "tokenize",
+        "tools",
+    )
 )
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+# From a template's text, its variables and those it must read (`check_takes`) to the prompt's text.
+type RenderTemplate = Callable[[str, Mapping[str, Any], Mapping[str, str]], str]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """tail: the last characters of the prompt's text."""
+
+    token_ids: list[int]
+    tail: str
 
 
 class Renderer:
-    """Turns what clients write into token ids. Close it to end its threads."""
+    """Turns what clients write into token ids. Close it to end its threads.
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int):
-        self._tokenizer = tokenizer
+    default_template_kwargs: variables of chat templates that a request can set otherwise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        default_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._default_template_kwargs = default_template_kwargs or {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="renderer")
+        # Templates of requests have a thread of their own: each may take seconds.
+        self._templates = TemplateProcess()
+        self._template_pool = ThreadPoolExecutor(1, thread_name_prefix="templates")
 
-    async def chat(self, request: ChatCompletionRequest) -> list[int]:
-        """The token ids of a chat.
+    async def chat(self, request: ChatCompletionRequest) -> RenderedChat:
+        """The prompt of a chat. A chat_template in the request is used: check before.
 
         Raises:
           RequestError: the messages cannot be rendered.
         """
-        return await self._in_thread(
-            lambda: render_chat(
-                self._tokenizer,
+
+        def render() -> RenderedChat:
+            plan = plan_tools(request)
+            return render_chat(
+                self.tokenizer,
                 request.messages,
-                add_generation_prompt=request.add_generation_prompt is not False,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=bool(request.continue_final_message),
                 add_special_tokens=bool(request.add_special_tokens),
+                tools=plan.template_tools(),
+                must_show_tools=not plan.must_call,
+                documents=request.documents,
+                reasoning_effort=request.reasoning_effort,
                 template_kwargs=request.chat_template_kwargs or {},
+                default_template_kwargs=self._default_template_kwargs,
+                chat_template=request.chat_template,
+                render_template=self._templates.render,
                 max_model_len=self._max_model_len,
             )
-        )
+
+        pool = self._pool if request.chat_template is None else self._template_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, render)
 
     async def completion(
-        self, prompt: str | list[str | int | list[int]], *, add_special_tokens: bool
+        self,
+        prompt: str | list[str | int | list[int]],
+        *,
+        add_special_tokens: bool,
+        field: str = "prompt",
+        is_truncated: bool = False,
     ) -> list[tuple[list[int], str]]:
         """The token ids of each prompt, and its path in the body.
+
+        Args:
+          field: what the prompt is called there.
+          is_truncated: a text of any length is right, since the caller cuts its tokens.
 
         Raises:
           RequestError: the prompt mixes text and tokens, or is empty.
         """
         rendered = render_prompts(
-            self._tokenizer,
+            self.tokenizer,
             prompt,
             add_special_tokens=add_special_tokens,
-            max_model_len=self._max_model_len,
+            max_model_len=None if is_truncated else self._max_model_len,
+            field=field,
         )
         prompts = []
         # A few at a time: other requests get their turn, and a shutdown need not wait for all.
-        while some := await self._in_thread(lambda: list(itertools.islice(rendered, _BATCH))):
+        while some := await self.in_thread(lambda: list(itertools.islice(rendered, _BATCH))):
             prompts += some
         return prompts
 
     def close(self) -> None:
         """Ends the threads when they are done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._template_pool.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()
 
-    async def _in_thread[T](self, function: Callable[[], T]) -> T:
+    async def in_thread[T](self, function: Callable[[], T]) -> T:
+        """Runs what would hold up the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
 
@@ -78,77 +140,112 @@ def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     *,
-    add_generation_prompt: bool,
-    add_special_tokens: bool,
-    template_kwargs: Mapping[str, Any],
     max_model_len: int,
-) -> list[int]:
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    must_show_tools: bool = True,
+    documents: list[dict[str, Any]] | None = None,
+    reasoning_effort: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    default_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    render_template: RenderTemplate | None = None,
+) -> RenderedChat:
     """Applies the chat template and tokenizes the result.
 
+    add_generation_prompt: None is true, unless the last message is continued.
     add_special_tokens: also those that the checkpoint puts around every text, which templates
-      mostly write themselves.  template_kwargs: more variables for the template.
+      mostly write themselves.
+    tools: as templates expect them.  must_show_tools: refuse a template that does not read them.
+    template_kwargs: more variables for the template.  default_template_kwargs: those of the
+      operator.
+    chat_template: instead of the model's, rendered by render_template.
 
     Raises:
-      RequestError: the messages cannot be rendered.
+      RequestError: the messages cannot be rendered, or an option would have no effect.
     """
-    if not messages:
-        raise RequestError("messages must not be empty.", param="messages")
-    rendered = [_template_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-    for name in template_kwargs:
-        if name in _RESERVED_TEMPLATE_KWARGS:
+    rendered = template_messages(messages)
+    continuation = None
+    if continue_final_message:
+        if add_generation_prompt:
             raise RequestError(
-                f"chat_template_kwargs cannot set {name}.", param=f"chat_template_kwargs.{name}"
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
             )
+        continuation = Continuation()
+        rendered = continuation.mark(rendered)
+    given = _given_variables(template_kwargs or {}, tools, documents, reasoning_effort)
+    wanted = {name: param for name, (_, param) in given.items()}
+    if not must_show_tools:
+        wanted.pop("tools", None)
+    variables = tokenizer.template_variables(
+        rendered,
+        {"tools": None}
+        | dict(default_template_kwargs or {})
+        | {name: value for name, (value, _) in given.items()},
+        add_generation_prompt=continuation is None and add_generation_prompt is not False,
+    )
     try:
-        text = tokenizer.apply_chat_template(
-            rendered, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
+        if chat_template is not None:
+            assert render_template is not None
+            text = render_template(chat_template, variables, wanted)
+        else:
+            template = tokenizer.chat_template_for(has_tools=bool(tools))
+            _turn_off_thinking(template.variables, variables, wanted)
+            template.check_takes(wanted)
+            text = template.render(variables)
     except RequestError:
         raise
     except Exception as error:  # the template is a program, and the client's data runs it
         raise RequestError(
-            f"The chat template does not accept these messages: {error!r}", param="messages"
+            f"The chat template does not accept these messages: {error!r}"[:300], param="messages"
         ) from error
-    return _encode(tokenizer, text, add_special_tokens, max_model_len, "messages")
+    if continuation is not None:
+        text = continuation.cut(text)
+    token_ids = _encode(tokenizer, text, add_special_tokens, max_model_len, "messages")
+    return RenderedChat(token_ids, text[-_TAIL_LEN:])
 
 
-def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        raise RequestError(
-            f"{path}.role must be one of {', '.join(_ROLES)}, got {message.role[:100]!r}.",
-            param=f"{path}.role",
-        )
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
-        if getattr(message, name) not in (None, []):
+def _given_variables(
+    template_kwargs: Mapping[str, Any],
+    tools: list[dict[str, Any]] | None,
+    documents: list[dict[str, Any]] | None,
+    reasoning_effort: str | None,
+) -> dict[str, tuple[Any, str]]:
+    """The template's variables that the request sets: value, and field of the request."""
+    given: dict[str, tuple[Any, str]] = {}
+    for name, value in template_kwargs.items():
+        param = f"chat_template_kwargs.{name[:100]}"
+        if name in _RESERVED_TEMPLATE_KWARGS:
+            raise RequestError(f"chat_template_kwargs cannot set {name}.", param=param)
+        given[name] = value, param
+    if reasoning_effort is not None:
+        if reasoning_effort not in _EFFORTS:
             raise RequestError(
-                f"{path}.{name} is not supported by this version of jaxserve.",
-                param=f"{path}.{name}",
+                f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got "
+                f"{reasoning_effort[:100]!r}.",
+                param="reasoning_effort",
             )
-    rendered = {"role": message.role, "content": _content_text(message.content, f"{path}.content")}
-    if message.name is not None:
-        rendered["name"] = message.name
-    if message.reasoning_content is not None:
-        rendered["reasoning_content"] = message.reasoning_content
-    return rendered
+        given["reasoning_effort"] = reasoning_effort, "reasoning_effort"
+    if documents:
+        given["documents"] = documents, "documents"
+    if tools:
+        given["tools"] = tools, "tools"
+    return given
 
 
-def _content_text(content: str | list[ContentPart] | None, path: str) -> str:
-    """The text of a message; text parts are joined by line breaks."""
-    if isinstance(content, str):
-        return content
-    if not content:
-        raise RequestError(f"{path} must be a string or a list of text parts.", param=path)
-    texts = []
-    for i, part in enumerate(content):
-        if part.type != "text":
-            raise RequestError(
-                f"{path}[{i}].type: this model takes text only, got {part.type[:100]!r}.",
-                param=f"{path}[{i}].type",
-            )
-        if part.text is None:
-            raise RequestError(f"{path}[{i}].text is missing.", param=f"{path}[{i}].text")
-        texts.append(part.text)
-    return "\n".join(texts)
+def _turn_off_thinking(known: Set[str], variables: dict[str, Any], wanted: dict[str, str]) -> None:
+    """Where a template knows no efforts, "none" is what it calls enable_thinking false."""
+    if (
+        wanted.get("reasoning_effort") == "reasoning_effort"
+        and variables["reasoning_effort"] == "none"
+        and "reasoning_effort" not in known
+        and "enable_thinking" in known
+    ):
+        del wanted["reasoning_effort"]
+        variables.setdefault("enable_thinking", False)
 
 
 def render_prompts(
@@ -156,35 +253,38 @@ def render_prompts(
     prompt: str | Sequence[str | int | list[int]],
     *,
     add_special_tokens: bool,
-    max_model_len: int,
+    max_model_len: int | None,
+    field: str = "prompt",
 ) -> Iterator[tuple[list[int], str]]:
     """Token ids of each prompt, and its path: text is tokenized, token ids are taken as they are.
+
+    max_model_len: None takes a text of any length.  field: what the prompt is called.
 
     Raises:
       RequestError: the prompt mixes text and tokens, or is empty, or a text is far too long.
     """
     if isinstance(prompt, str):
-        yield _encode(tokenizer, prompt, add_special_tokens, max_model_len, "prompt"), "prompt"
+        yield _encode(tokenizer, prompt, add_special_tokens, max_model_len, field), field
         return
     if not prompt:
-        raise RequestError("prompt must not be empty.", param="prompt")
+        raise RequestError(f"{field} must not be empty.", param=field)
     kind = type(prompt[0])
     for i, item in enumerate(prompt):
         if type(item) is not kind:
             raise RequestError(
-                "prompt must be a string, a list of strings, token ids, or a list of lists of "
+                f"{field} must be a string, a list of strings, token ids, or a list of lists of "
                 "token ids, not a mixture.",
-                param=f"prompt[{i}]",
+                param=f"{field}[{i}]",
             )
     if kind is int:
-        yield [item for item in prompt if isinstance(item, int)], "prompt"
+        yield [item for item in prompt if isinstance(item, int)], field
         return
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(
-            f"prompt takes up to {MAX_PROMPTS} prompts, got {len(prompt)}.", param="prompt"
+            f"{field} takes up to {MAX_PROMPTS} prompts, got {len(prompt)}.", param=field
         )
     for i, item in enumerate(prompt):
-        path = f"prompt[{i}]"
+        path = f"{field}[{i}]"
         if isinstance(item, str):
             item = _encode(tokenizer, item, add_special_tokens, max_model_len, path)
         assert isinstance(item, list)
@@ -192,15 +292,15 @@ def render_prompts(
 
 
 def _encode(
-    tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_model_len: int, path: str
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_model_len: int | None, path: str
 ) -> list[int]:
     """Tokenizes, but gives up early on a text that is far too long: megabytes take seconds.
 
     Longer and longer beginnings are tried. One with twice the tokens that fit settles it: the rest
     of the text can change the tokens near the cut, but not halve their number.
     """
-    num_chars = _USUAL_CHARS_PER_TOKEN * max_model_len
-    while num_chars < len(text):
+    num_chars = _USUAL_CHARS_PER_TOKEN * (max_model_len or 0)
+    while max_model_len is not None and num_chars < len(text):
         if len(tokenizer.encode(text[:num_chars], add_special_tokens=False)) > 2 * max_model_len:
             raise RequestError(
                 f"The prompt has more than {2 * max_model_len} tokens; this model takes at most "

@@ -16,7 +16,7 @@ import uvloop
 
 from jaxserve import __version__, checkpoint
 from jaxserve.checkpoint.tokenizer import Tokenizer
-from jaxserve.config import EngineConfig, resolve_for_model
+from jaxserve.config import ChatConfig, EngineConfig, resolve_for_model
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.core_client import AsyncCoreClient
 from jaxserve.engine.detokenizer import DetokenizerFactory
@@ -27,6 +27,7 @@ from jaxserve.errors import EngineDeadError
 from jaxserve.logs import setup_logging
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.app import build_app
+from jaxserve.server.chat_settings import ChatSettings, make_chat_settings
 from jaxserve.server.connection import HttpServer
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.listener import Listener
@@ -82,12 +83,12 @@ async def _serve(
     logger.info("jaxserve %s starts %s", __version__, config.model.served_model_name)
     client = AsyncCoreClient(config, worker_class=worker_class)
     try:
-        started = await _unless(stop, _start(client, path))
+        started = await _unless(stop, _start(config.chat, client, path))
         if started is None:
             logger.info("stopped while starting")
             return 0
-        config, tokenizer = started
-        return await _run(config, tokenizer, client, listener, ssl_context, stop, started_s)
+        config, tokenizer, chat = started
+        return await _run(config, tokenizer, chat, client, listener, ssl_context, stop, started_s)
     finally:
         await client.shutdown()
 
@@ -105,7 +106,9 @@ async def _unless[T](stop: asyncio.Event, work: Coroutine[None, None, T]) -> T |
     return None
 
 
-async def _start(client: AsyncCoreClient, path: Path) -> tuple[EngineConfig, Tokenizer]:
+async def _start(
+    config: ChatConfig, client: AsyncCoreClient, path: Path
+) -> tuple[EngineConfig, Tokenizer, ChatSettings]:
     """Starts the engine core and loads the tokenizer at the same time.
 
     Raises:
@@ -113,8 +116,9 @@ async def _start(client: AsyncCoreClient, path: Path) -> tuple[EngineConfig, Tok
     """
     engine = asyncio.create_task(client.start())
     try:
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, path)
-        return await engine, tokenizer
+        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, path, config.chat_template)
+        chat = make_chat_settings(config, tokenizer)
+        return await engine, tokenizer, chat
     except BaseException:
         engine.cancel()
         await asyncio.wait({engine})
@@ -124,6 +128,7 @@ async def _start(client: AsyncCoreClient, path: Path) -> tuple[EngineConfig, Tok
 async def _run(
     config: EngineConfig,
     tokenizer: Tokenizer,
+    chat: ChatSettings,
     client: AsyncCoreClient,
     listener: Listener,
     ssl_context: ssl.SSLContext | None,
@@ -150,7 +155,8 @@ async def _run(
         config=config,
         llm=llm,
         input_processor=InputProcessor(config, tokenizer),
-        renderer=Renderer(tokenizer, config.model.max_model_len),
+        renderer=Renderer(tokenizer, config.model.max_model_len, chat.template_kwargs),
+        chat=chat,
         detokenizers=detokenizers,
         metrics=metrics,
         created_s=int(time.time()),

@@ -94,15 +94,28 @@ def test_variables() -> None:
     assert text == "Bhi</s>False[{'a': 1}]"
 
 
-def test_template_of_the_request() -> None:
+def test_another_template() -> None:
     tokenizer = make_tokenizer(default="D", tool_use="T")
-    text = tokenizer.apply_chat_template(
-        USER, add_generation_prompt=True, tools=[{}], chat_template="{{ messages[0].role }}"
+    other = tokenizer.with_chat_template("{{ messages[0].role }}", "--chat-template")
+    for tools in (None, [{}]):
+        assert other.apply_chat_template(USER, add_generation_prompt=True, tools=tools) == "user"
+    assert tokenizer.apply_chat_template(USER, add_generation_prompt=True) == "D"
+    with pytest.raises(UserError, match=r"--chat-template is not valid"):
+        tokenizer.with_chat_template("{% if %}", "--chat-template")
+
+
+def test_what_a_template_reads() -> None:
+    template = ChatTemplate(
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% for m in messages %}{{ strftime_now('%d') ~ m.role }}{% endfor %}"
+        "{% macro f(own) %}{{ own ~ shout }}{% endmacro %}",
+        "x",
     )
-    assert text == "user"
-    with pytest.raises(RequestError) as caught:
-        tokenizer.apply_chat_template(USER, add_generation_prompt=True, chat_template="{% if %}")
-    assert caught.value.param == "chat_template"
+    assert template.variables == {"tools", "messages", "shout"}
+    template.check_takes({"tools": "tools", "shout": "kwargs.shout"})
+    with pytest.raises(RequestError, match="kwargs.own has no effect") as caught:
+        template.check_takes({"own": "kwargs.own"})
+    assert caught.value.param == "kwargs.own"
 
 
 def test_no_template() -> None:

@@ -270,7 +270,7 @@ def test_chat_options_reach_the_template() -> None:
         async def rendered(messages: list[dict], **options: object) -> str:
             await server.post("/v1/chat/completions", messages=messages, max_tokens=1, **options)
             ids = server.core.requests[-1].prompt_token_ids
-            return server.context.renderer._tokenizer.decode(ids, skip_special_tokens=False)
+            return server.context.renderer.tokenizer.decode(ids, skip_special_tokens=False)
 
         assert await rendered(HI) == HI_PROMPT
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -489,7 +489,7 @@ def test_concurrent_requests_do_not_mix() -> None:
 
 def test_rendering_does_not_run_on_the_event_loop() -> None:
     async def test(server: FakeServer) -> None:
-        tokenizer = server.context.renderer._tokenizer
+        tokenizer = server.context.renderer.tokenizer
         threads = []
         encode = tokenizer.encode
 

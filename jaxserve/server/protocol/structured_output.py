@@ -1,0 +1,42 @@
+"""What an output must look like: `response_format` (OpenAI's) and `structured_outputs` (vLLM's)."""
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class JsonSchemaFormat(Struct, frozen=True):
+    """`response_format.json_schema`. The schema always holds, whatever `strict` says."""
+
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """`response_format`: text, json_object, json_schema or structural_tag.
+
+    format: of a structural tag; older clients give structures and triggers instead.
+    """
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True):
+    """`structured_outputs`: exactly one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_fallback: bool | None = None
