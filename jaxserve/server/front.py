@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.errors import RequestError
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.http import error_of, send_json
-from jaxserve.server.routing import Endpoint, Route
+from jaxserve.server.routing import Resource, Route
 
 OTHER_ROUTE = "other"
 NO_RESPONSE = 499  # the client was gone before an answer began
@@ -18,7 +18,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 class Front:
     """Gives every response the `X-Request-Id` of its request, or one of its own, and counts it by
-    route and status.
+    route and status. What fails by a bug is answered, and raised on.
 
     root_path: taken from the beginning of a path that has it; a proxy may leave it or not.
     """
@@ -57,13 +57,17 @@ class Front:
                     "X-Request-Id must be one header of 1 to 128 visible ASCII characters."
                 )
                 await send_json(send_on, error_of(error)[1], status=400)
+        except Exception as error:  # a bug; the connection logs it
+            if status == NO_RESPONSE:
+                await send_json(send_on, error_of(error)[1], status=500)
+            raise
         finally:
             self._metrics.count_http(self._route_of(scope), status)
 
     def _route_of(self, scope: Scope) -> str:
         endpoint = scope.get("endpoint")
-        if isinstance(endpoint, Endpoint):
-            return endpoint.route.path
+        if isinstance(endpoint, Resource):
+            return endpoint.path
         return scope["path"] if scope["path"] in self._paths else OTHER_ROUTE
 
 

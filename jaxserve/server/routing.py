@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxserve.engine.async_llm import QueueFullError
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.server.generation import ServerContext
-from jaxserve.server.http import ClientDisconnected, error_of, send_json
+from jaxserve.server.http import ClientDisconnected, error_body, error_of, send_json
 from jaxserve.server.protocol.common import ErrorBody
 
 _PATH_PARAM = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -106,13 +106,39 @@ class Endpoint:
         await send_json(send, body, status=status, headers=headers)
 
 
-def make_endpoints(routes: Sequence[Route], context: ServerContext) -> list[Endpoint]:
-    """An endpoint a route, over one object a surface."""
+class Resource:
+    """All methods of one path as an ASGI app."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._endpoints: dict[str, Endpoint] = {}
+
+    def add(self, endpoint: Endpoint) -> None:
+        """HEAD comes with GET; the connection leaves out the body."""
+        method = endpoint.route.method
+        assert method not in self._endpoints, (method, self.path)
+        self._endpoints[method] = endpoint
+        if method == "GET":
+            self._endpoints["HEAD"] = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["method"])
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+            return
+        body = error_body(405, f"{scope['path']} does not take {scope['method']}.")
+        allow = ", ".join(self._endpoints).encode()
+        await send_json(send, body, status=405, headers=[(b"allow", allow)])
+
+
+def make_resources(routes: Sequence[Route], context: ServerContext) -> list[Resource]:
+    """A resource a path, in the order of the table, over one object a surface."""
     surfaces: dict[Callable[[ServerContext], Any], Any] = {}
-    endpoints = []
+    resources: dict[str, Resource] = {}
     for route in routes:
         if route.surface not in surfaces:
             surfaces[route.surface] = route.surface(context)
         handler = functools.partial(route.handler, surfaces[route.surface])
-        endpoints.append(Endpoint(route, handler, context))
-    return endpoints
+        resource = resources.setdefault(route.path, Resource(route.path))
+        resource.add(Endpoint(route, handler, context))
+    return list(resources.values())
