@@ -1,7 +1,7 @@
 """What a user may ask of sampling, and the one place that checks the ranges."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,10 +39,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: names of installed processors, or (name, up to 4 numbers) pairs.
     logprobs: how many of the likeliest tokens are reported with each output token and its own
         log-probability; None is none at all, -1 is the whole vocabulary.
-    logprob_token_ids: tokens whose log-probabilities are reported with each output token.
+    logprob_token_ids: tokens whose log-probabilities are reported with each output token, in place
+        of the likeliest.
     prompt_logprobs: as logprobs, for the prompt's tokens; never -1.
-    truncate_prompt_tokens: only that many last tokens of the prompt are used; -1 is as many as the
-        context holds beside max_tokens.
+    truncate_prompt_tokens: at most that many tokens of the prompt are used, -1 is as many as the
+        context holds beside max_tokens; truncation_side is where tokens are cut off.
     skip_special_tokens: the text has no special tokens.
     spaces_between_special_tokens: False takes out the spaces that some vocabularies (not byte-level
         ones) put between two special tokens.
@@ -77,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +116,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     "truncate_prompt_tokens must be -1 or at least 1, got 0.",
                     param="truncate_prompt_tokens",
                 )
+        if self.truncation_side not in ("left", "right"):
+            raise RequestError(
+                f"truncation_side must be left or right, got {self.truncation_side!r}.",
+                param="truncation_side",
+            )
 
     def _check_logits_options(self) -> None:
         _check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
@@ -261,7 +268,7 @@ def _check_logit_bias(bias: Mapping[int, float]) -> None:
 def _check_processor(param: str, processor: Any) -> None:
     if isinstance(processor, str):
         return
-    if isinstance(processor, str) or not isinstance(processor, Sequence) or len(processor) != 2:
+    if not isinstance(processor, Sequence) or len(processor) != 2:
         raise RequestError(f"{param} must be a name, or a name and its arguments.", param=param)
     name, args = processor
     if not isinstance(name, str):

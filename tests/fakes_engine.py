@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import httpx
+import numpy as np
 import tokenizers
 from starlette.types import ASGIApp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -27,6 +28,7 @@ from jaxserve.messages import (
     EngineOutput,
     FinishReason,
     SchedulerStats,
+    TokenLogprobs,
     UtilityCall,
     UtilityResult,
     decode_engine_input,
@@ -98,6 +100,46 @@ def make_config(**flat: object) -> EngineConfig:
     )
     defaults = {"info": info, "model": MODEL, "served_model_name": MODEL, "max_model_len": 200}
     return replace(EngineConfig(), **defaults | flat)
+
+
+def fake_logprob(context_len: int, token_id: int) -> float:
+    """The log-probability of a token behind `context_len` others: one for each of 16 places."""
+    return -float((token_id + context_len) % 16) / 8
+
+
+def fake_logprobs(
+    context_len: int, token_ids: list[int], num_top: int, chosen_ids: tuple[int, ...] = ()
+) -> TokenLogprobs:
+    """What the engine reports for `token_ids` behind `context_len` tokens, as float32 arrays.
+
+    Token 13 is impossible: its log-probability is minus infinity.
+    """
+    rows, ranks, tops = [], [], []
+    for place, token_id in enumerate(token_ids, context_len):
+        by_id = [fake_logprob(place, i) for i in range(VOCAB_SIZE)]
+        by_id[13] = -np.inf
+        best = sorted(range(VOCAB_SIZE), key=lambda i: (-by_id[i], i))
+        rows.append(by_id)
+        ranks.append(best.index(token_id) + 1)
+        tops.append(best[: VOCAB_SIZE if num_top == -1 else num_top])
+    table = np.array(rows, "<f4").reshape(len(token_ids), VOCAB_SIZE)
+    top_ids = np.array(tops, "<i4").reshape(len(token_ids), -1)
+    places = np.arange(len(token_ids))
+    return TokenLogprobs(
+        num_tokens=len(token_ids),
+        num_top=top_ids.shape[1],
+        logprobs=table[places, token_ids].tobytes(),
+        ranks=np.array(ranks, "<i4").tobytes(),
+        top_ids=top_ids.tobytes(),
+        top_logprobs=np.take_along_axis(table, top_ids, 1).tobytes(),
+        chosen_logprobs=table[:, list(chosen_ids)].tobytes() if chosen_ids else b"",
+    )
+
+
+def fake_embedding(token_ids: list[int], pooling: str) -> list[float]:
+    """The vector of a prompt: 8 numbers that depend on its tokens and on the pooling."""
+    kind = ("last", "mean", "cls").index(pooling)
+    return [float(sum(token_ids) % 7 + 1), float(len(token_ids)), 0.5, float(kind), 0, 0, 0, -1.0]
 
 
 class _Running:
@@ -190,7 +232,11 @@ class FakeCoreClient:
             first = {}
             if running.num_tokens == 1:
                 first = {"num_cached_tokens": 3, "queued_s": 1.0, "scheduled_s": 2.0}
-            outputs.append(EngineCoreOutput(request_id, [token_id], reason, stop_reason, **first))
+            extras = _extras(running.request, running.num_tokens, token_id)
+            output = EngineCoreOutput(
+                request_id, [token_id], reason, stop_reason, **first, **extras
+            )
+            outputs.append(output)
             if reason is not None:
                 del self.running[request_id]
         return self._outputs(outputs)
@@ -208,6 +254,30 @@ class FakeCoreClient:
             num_compiles_after_ready=1,
         )
         return EngineCoreOutputs(outputs, stats, time.time())
+
+
+def _extras(request: EngineCoreRequest, num_tokens: int, token_id: int) -> dict:
+    """What a request asks for beside its `num_tokens`-th token."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    extras: dict = {}
+    if sampling.logprobs is not None:
+        place = len(prompt) + num_tokens - 1
+        extras["logprobs"] = fake_logprobs(
+            place, [token_id], sampling.logprobs, sampling.logprob_token_ids
+        )
+    if sampling.prompt_logprobs is not None and num_tokens == 1:
+        # As from two chunks of a prefill.
+        cut = (len(prompt) + 1) // 2
+        pieces = (prompt[1:cut], 1), (prompt[cut:], cut)
+        extras["prompt_logprobs"] = [
+            fake_logprobs(place, piece, sampling.prompt_logprobs)
+            for piece, place in pieces
+            if piece
+        ]
+    if sampling.pooling:
+        vector = fake_embedding(prompt, sampling.pooling)
+        extras["embedding"] = np.array(vector, "<f4").tobytes()
+    return extras
 
 
 def says(text: str) -> Callable[[EngineCoreRequest], Iterable[int]]:

@@ -153,14 +153,15 @@ class InputProcessor:
         params: SamplingParams,
         default_max_tokens: int | None = None,
     ) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` leaves."""
+        """The tokens of a prompt that `truncate_prompt_tokens` leaves."""
         limit = params.truncate_prompt_tokens
         if limit is None:
             return prompt_token_ids
         if limit == -1:
             wanted = default_max_tokens if params.max_tokens is None else params.max_tokens
             limit = max(1, self._max_model_len - max(1, wanted or 1))
-        return prompt_token_ids[-limit:]
+        is_left = params.truncation_side == "left"
+        return prompt_token_ids[-limit:] if is_left else prompt_token_ids[:limit]
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self._is_priority_policy:
@@ -193,9 +194,7 @@ class InputProcessor:
         # The smallest set of tokens with any probability mass is the most probable token.
         top_k, top_p = (params.top_k, params.top_p) if params.top_p > 0 else (1, 1.0)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
-        logprobs = params.logprobs
-        if logprobs is None and params.logprob_token_ids:
-            logprobs = 0
+        logprobs = 0 if params.logprob_token_ids else params.logprobs
         return CoreSamplingParams(
             max_tokens=max_tokens,
             temperature=float(params.temperature),

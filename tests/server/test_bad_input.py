@@ -65,7 +65,7 @@ BAD = (
     (CHAT, chat().replace(b"hi", b"h\x00i"), 400, None, "not JSON"),
     (CHAT, b'{"model": "tiny", "messages": ' + DEEP, 400, "messages[0]", "Expected 'object'"),
     (CHAT, b'{"model": "tiny", "x": ' + DEEP, 400, None, "nested too deeply"),
-    (CHAT, b'{"model": "tiny", "logit_bias": ' + DEEP, 400, None, "nested too deeply"),
+    (CHAT, b'{"model": "tiny", "vllm_xargs": ' + DEEP, 400, None, "nested too deeply"),
     (CHAT, chat().replace(b'"hi"', b"NaN"), 400, None, "not JSON"),
     # Fields that are missing, of the wrong type or empty.
     (CHAT, without(chat(), "model"), 400, "model", "missing"),
@@ -140,13 +140,47 @@ BAD = (
     (CHAT, chat(stop_token_ids=list(range(32))), 400, "stop_token_ids", "up to 31"),
     (CHAT, chat(stream="yes"), 400, "stream", "Expected 'bool"),
     (CHAT, chat(stream_options={}), 400, "stream_options", "only allowed with stream"),
+    (COMPLETIONS, completion(presence_penalty=2.5), 400, "presence_penalty", "between -2"),
+    (COMPLETIONS, completion(frequency_penalty=-3), 400, "frequency_penalty", "between -2"),
+    (COMPLETIONS, completion(repetition_penalty=0), 400, "repetition_penalty", "above 0"),
+    (COMPLETIONS, completion(logit_bias={"5": 101}), 400, "logit_bias.5", "between -100"),
+    (COMPLETIONS, completion(logit_bias={"x": 1}), 400, "logit_bias", "Expected 'int'"),
+    (COMPLETIONS, completion(logit_bias={"-1": 1}), 400, "logit_bias", "out of range"),
+    (COMPLETIONS, completion(logit_bias={str(VOCAB_SIZE): 1}), 400, "logit_bias.300", "vocabulary"),
+    (COMPLETIONS, completion(allowed_token_ids=[]), 400, "allowed_token_ids", "empty"),
+    (COMPLETIONS, completion(allowed_token_ids=[1, 300]), 400, "allowed_token_ids[1]", "vocabul"),
+    (COMPLETIONS, completion(bad_words=["ok", ""]), 400, "bad_words[1]", "empty"),
+    (COMPLETIONS, completion(bad_words=[" "]), 400, "bad_words[0]", "only spaces"),
+    (COMPLETIONS, completion(bad_words=["x" * 9]), 400, "bad_words[0]", "at most 8"),
+    (COMPLETIONS, completion(logits_processors=["no"]), 400, "logits_processors[0]", "not instal"),
     (
-        CHAT,
-        chat(stream=True, stream_options={"continuous_usage_stats": True}),
+        COMPLETIONS,
+        completion(logits_processors=[{"qualname": "x", "kwargs": {"a": 1}}]),
         400,
-        "stream_options.continuous_usage_stats",
+        "logits_processors[0].kwargs",
         "not supported",
     ),
+    (
+        COMPLETIONS,
+        completion(logits_processors=[{"qualname": "x", "args": [1] * 5}]),
+        400,
+        "logits_processors[0]",
+        "up to 4",
+    ),
+    (COMPLETIONS, completion(logprobs=-2), 400, "logprobs", "at least -1"),
+    (COMPLETIONS, completion(logprobs=21), 400, "logprobs", "at most 20"),
+    (COMPLETIONS, completion(logprobs=-1), 400, "logprobs", "at most 20"),
+    (COMPLETIONS, completion(logprobs=True), 400, "logprobs", "Expected 'int"),
+    (COMPLETIONS, completion(logprobs=-1, echo=True), 400, "logprobs", "without echo"),
+    (COMPLETIONS, completion(logprob_token_ids=[300]), 400, "logprob_token_ids[0]", "vocabulary"),
+    (COMPLETIONS, completion(logprob_token_ids=[1] * 129), 400, "logprob_token_ids", "up to 128"),
+    (COMPLETIONS, completion(prompt_logprobs=-1), 400, "prompt_logprobs", "at least 0"),
+    (COMPLETIONS, completion(prompt_logprobs=21), 400, "prompt_logprobs", "at most 20"),
+    (COMPLETIONS, completion(prompt_logprobs=0, stream=True), 400, "prompt_logprobs", "a stream"),
+    (COMPLETIONS, completion(max_tokens=0), 400, "max_tokens", "at least 1"),
+    (COMPLETIONS, completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens", "-1 or at"),
+    (COMPLETIONS, completion(truncate_prompt_tokens=-2), 400, "truncate_prompt_tokens", "least -1"),
+    (COMPLETIONS, completion(truncation_side="top"), 400, "truncation_side", "Invalid enum"),
     (CHAT, chat(priority=1), 400, "priority", "--scheduling-policy priority"),
     (CHAT, chat(priority=2**31), 400, "priority", "32 bits"),
     (CHAT, chat(cache_salt=""), 400, "cache_salt", "empty"),
@@ -176,9 +210,7 @@ def test_bad_requests(path: str, body: bytes, status: int, param: str | None, te
 # A value that asks for something, for every option that is known and not implemented.
 ASKING: dict[str, Any] = {
     "add_generation_prompt": False,
-    "allowed_token_ids": [1],
     "audio": {"voice": "x"},
-    "bad_words": ["x"],
     "best_of": 2,
     "chat_template": "{{ x }}",
     "continue_final_message": True,
@@ -187,27 +219,26 @@ ASKING: dict[str, Any] = {
     "early_stopping": True,
     "ebnf": "root ::= x",
     "echo": True,
-    "frequency_penalty": 0.5,
     "function_call": {"name": "f"},
     "functions": [{"name": "f"}],
     "json_schema": "{}",
     "length_penalty": 2,
     "chat_template_kwargs": {"x": 1},
-    "logit_bias": {"5": -100},
+    "logprob_token_ids": [1],
     "modalities": ["text", "audio"],
-    "presence_penalty": -0.5,
     "reasoning_effort": "low",
-    "repetition_penalty": 1.1,
     "response_format": {"type": "json_object"},
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
-    "spaces_between_special_tokens": False,
+    "return_token_offsets": True,
+    "stream_interval": 2,
     "structured_outputs": {"regex": "x"},
     "suffix": "x",
     "tool_choice": "required",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "top_logprobs": 2,
     "use_beam_search": True,
+    "watermarking": True,
 }
 
 
@@ -234,9 +265,18 @@ def test_what_is_not_implemented_is_refused_by_name(path: str, body: Any, names:
     asyncio.run(main())
 
 
-def test_completions_logprobs_zero_asks_for_something() -> None:
-    assert post(COMPLETIONS, completion(logprobs=0)).status_code == 400
-    assert post(CHAT, chat(top_logprobs=False)).status_code == 400, "0 is neutral, false is not"
+@pytest.mark.parametrize(
+    ("name", "field"),
+    (
+        ("guided_json", "structured_outputs.json"),
+        ("guided_regex", "structured_outputs.regex"),
+        ("ebnf", "structured_outputs.grammar"),
+    ),
+)
+def test_what_has_another_name_is_told_it(name: str, field: str) -> None:
+    error = post(COMPLETIONS, completion(**{name: "x"})).json()["error"]
+    assert error["param"] == name
+    assert f"Use {field}." in error["message"]
 
 
 @pytest.mark.parametrize(

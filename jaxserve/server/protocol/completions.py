@@ -1,51 +1,122 @@
 """POST /v1/completions: its body and its answer."""
 
-from typing import Final
+from typing import Annotated, Any, Final
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
-from jaxserve.server.protocol.common import GenerationRequest, Usage
-from jaxserve.server.protocol.decoding import (
-    CHAT_OPTIONS_UNSUPPORTED,
-    UNSUPPORTED_BY_ALL,
-    BodyDecoder,
-)
+from jaxserve.errors import RequestError
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
+from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.logprobs import CompletionLogprobs, PromptLogprobs
 
-UNSUPPORTED_IN_COMPLETIONS: Final = (
-    UNSUPPORTED_BY_ALL
-    | CHAT_OPTIONS_UNSUPPORTED
-    | {
-        "add_generation_prompt": (),
-        "best_of": (1,),
-        "chat_template_kwargs": ({},),
-        "logprobs": (),
-        "max_completion_tokens": (),
-        "messages": (),
-    }
-)
+# Options of chats and of older or other APIs, which would do nothing here.
+UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = UNSUPPORTED_BY_ALL | {
+    "add_generation_prompt": (),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (),
+    "max_completion_tokens": (),
+    "messages": (),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """Body of POST /v1/completions. prompt: text, token ids, or a list of either."""
+    """Body of POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        doc(
+            "A text, token ids, or a list of either.",
+            error="empty, longer than the context, a mixture, or over 2048 prompts",
+        ),
+    ]
+    echo: Annotated[
+        bool | None,
+        doc("The text begins with the prompt, and the log-probabilities with it.", default="false"),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        doc(
+            "Log-probabilities of the tokens, and of that many likeliest in their place; -1 is the "
+            "whole vocabulary.",
+            default="none",
+            error="below -1, or above --max-logprobs; -1 with echo",
+        ),
+    ] = None
+
+    def sampling_params(self) -> SamplingParams:
+        """With the log-probabilities, and those of an echoed prompt."""
+        changes: dict[str, int] = {}
+        if self.logprobs is not None:
+            changes["logprobs"] = self.logprobs
+            if self.echo and self.prompt_logprobs is None:
+                if self.logprobs == -1:
+                    raise RequestError(
+                        "logprobs can be -1 (the whole vocabulary) only without echo.",
+                        param="logprobs",
+                    )
+                changes["prompt_logprobs"] = self.logprobs
+        params = super().sampling_params()
+        return msgspec.structs.replace(params, **changes) if changes else params
 
 
-class CompletionChoice(Struct, frozen=True):
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    """A choice, or what it gained in one event of a stream.
+
+    finish_reason: stop or length; null while it goes on.
+    stop_reason: the stop string or the stop token id of the request that ended it.
+    prompt_logprobs, prompt_token_ids, token_ids: as asked for, else left out.
+    """
+
     index: int
     text: str
-    finish_reason: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None
     stop_reason: int | str | None
-    logprobs: None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):
+    """The whole answer."""
+
     id: str
     object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class CompletionChunk(Struct, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
 
 
 decode_completion_request = BodyDecoder(CompletionRequest, UNSUPPORTED_IN_COMPLETIONS)

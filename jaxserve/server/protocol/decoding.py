@@ -10,61 +10,75 @@ from jaxserve.errors import RequestError
 from jaxserve.server.protocol.common import GenerationRequest
 
 _REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
-_ERROR_PATH_PATTERN = re.compile(r" - at `(key in )?\$\.?(.*)`$")
+_ERROR_PATH_PATTERN = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 _MISSING_FIELD_PATTERN = re.compile(r"missing required field `(\w+)`")
 
-# Known options that are not implemented, with the values that ask for nothing; null is one always.
+# Options that no route has, with the values that ask for nothing; null is one always.
 UNSUPPORTED_BY_ALL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "detokenize": (True,),
     "early_stopping": (False,),
-    "echo": (False,),
     "ebnf": ("",),
+    "ec_transfer_params": (),
     "extra_args": ({},),
-    "frequency_penalty": (0,),
     "guided_choice": (),
+    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
     "lora_path": (),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "regex": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": ({},),
+    "repetition_detection": (),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 CHAT_OPTIONS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "thinking_token_budget": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "structured_outputs": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
+}
+# What to use in place of an option of older versions or other servers.
+_REPLACED_BY = {
+    "ebnf": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
 }
 
 
@@ -116,6 +130,11 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
         # 0 and False are equal in Python, but not in JSON.
         if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
             return
+    if name in _REPLACED_BY:
+        raise RequestError(
+            f"{name} is not supported by this version of jaxserve. Use {_REPLACED_BY[name]}.",
+            param=name,
+        )
     hint = f", or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
     raise RequestError(
         f"{name} is not supported by this version of jaxserve. Leave it out{hint}.", param=name
@@ -123,17 +142,12 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 
 def _check_options(request: GenerationRequest) -> None:
-    options = request.stream_options
-    if options is not None:
-        if not request.stream:
-            raise RequestError(
-                "stream_options is only allowed with stream: true.", param="stream_options"
-            )
-        if options.continuous_usage_stats:
-            raise RequestError(
-                "continuous_usage_stats is not supported by this version of jaxserve.",
-                param="stream_options.continuous_usage_stats",
-            )
+    if request.stream_options is not None and not request.stream:
+        raise RequestError(
+            "stream_options is only allowed with stream: true.", param="stream_options"
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is not available in a stream.", param="prompt_logprobs")
     if request.request_id is not None and not _REQUEST_ID_PATTERN.fullmatch(request.request_id):
         raise RequestError(
             "request_id must be 1 to 128 visible ASCII characters.", param="request_id"
