@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
@@ -16,9 +17,11 @@ from jaxserve.server.http import (
     Encoder,
     StreamEncoder,
     StreamUsage,
+    completion_details,
     encode_json,
     read_body,
 )
+from jaxserve.server.logprobs import LogprobsWriter
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunkChoice,
@@ -33,6 +36,7 @@ from jaxserve.server.protocol.chat import (
     decode_chat_request,
 )
 from jaxserve.server.protocol.common import Usage
+from jaxserve.server.protocol.logprobs import ChatLogprobs
 
 
 class ChatCompletions:
@@ -51,7 +55,7 @@ class ChatCompletions:
             context,
             request,
             prepared,
-            ChatFormat(request, prepared),
+            ChatFormat(context, request, prepared),
             receive,
             send,
             arrival_time_s=arrival_time_s,
@@ -63,9 +67,18 @@ class ChatFormat:
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, request: ChatCompletionRequest, prepared: PreparedChat):
+    def __init__(
+        self, context: ServerContext, request: ChatCompletionRequest, prepared: PreparedChat
+    ):
         self._prepared = prepared
         self._include_reasoning = request.include_reasoning is not False
+        self._return_token_ids = bool(request.return_token_ids)
+        self._has_logprobs = bool(request.logprobs or request.logprob_token_ids)
+        self._writer = LogprobsWriter(
+            context.detokenizers,
+            prepared.params,
+            as_ids=bool(request.return_tokens_as_token_ids),
+        )
         last = request.messages[-1]
         opens_turn = request.add_generation_prompt is not False
         opens_turn = opens_turn and not request.continue_final_message
@@ -78,16 +91,23 @@ class ChatFormat:
         self, head: ResponseHead, outputs: list[RequestOutput], usage: Usage
     ) -> ChatCompletion:
         """All choices at once."""
+        prompt = self._prepared.prompt_token_ids
+        choices = [self._choice(output) for output in outputs]
+        pieces = outputs[0].prompt_logprobs
         return ChatCompletion(
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[self._choice(output) for output in outputs],
-            usage=usage,
+            choices=choices,
+            usage=msgspec.structs.replace(
+                usage, completion_tokens_details=completion_details(self._count_reasoning())
+            ),
+            prompt_logprobs=self._writer.prompt(prompt, pieces) if pieces is not None else UNSET,
+            prompt_token_ids=prompt if self._return_token_ids else UNSET,
         )
 
     def _choice(self, output: RequestOutput) -> ChatChoice:
-        parser = self._prepared.make_parser()
+        parser = self._parsers[output.index] = self._prepared.make_parser()
         if parser is None:
             message = ResponseMessage(role=self._role, content=self._echo + output.text)
         else:
@@ -97,7 +117,21 @@ class ChatFormat:
             message=message,
             finish_reason=self._prepared.finish_reason(str(output.finish_reason), parser),
             stop_reason=output.stop_reason,
+            logprobs=self._logprobs(output),
+            token_ids=output.token_ids if self._return_token_ids else UNSET,
         )
+
+    def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
+        if output.logprobs is None:
+            return None
+        return ChatLogprobs(self._writer.chat(output.token_ids, output.logprobs))
+
+    def _count_reasoning(self) -> int | None:
+        """Of all choices; None where no parser looks for reasoning."""
+        parsers = [parser for parser in self._parsers.values() if parser is not None]
+        if not self._prepared.finds_reasoning:
+            return None
+        return sum(parser.num_reasoning_tokens for parser in parsers)
 
     def _message(self, parser: ChoiceParser, output: RequestOutput) -> ResponseMessage:
         delta = parser.feed(output.text, output.token_ids) + parser.finish()
@@ -137,8 +171,14 @@ class ChatFormat:
             "created": head.created,
             "model": head.model,
         }
-        is_plain = self._prepared.make_parser() is None and not self._echo
-        if is_plain and not continuous_usage:
+        is_plain = not (
+            self._echo
+            or self._has_logprobs
+            or self._return_token_ids
+            or continuous_usage
+            or self._prepared.is_parsed
+        )
+        if is_plain:
             first = b'"delta":{"role":%b,"content":""}' % encode_json(self._role)
             return StreamEncoder(
                 fields,
@@ -150,12 +190,20 @@ class ChatFormat:
                 n=n,
             )
         usage = StreamUsage(
-            include=include_usage, continuous=continuous_usage, n=n, prompt_lens=prompt_lens
+            include=include_usage,
+            continuous=continuous_usage,
+            n=n,
+            prompt_lens=prompt_lens,
+            count_reasoning=self._count_reasoning,
         )
-        return ChunkEncoder(fields, self._chunk_choices, usage)
+        first_fields = None
+        if self._return_token_ids:
+            first_fields = {"prompt_token_ids": self._prepared.prompt_token_ids}
+        return ChunkEncoder(fields, self._chunk_choices, usage, first_fields)
 
     def _chunk_choices(self, output: RequestOutput, is_first: bool) -> Iterator[ChatChunkChoice]:
-        """One output's chunks: the role, its pieces, and the finish with the last piece."""
+        """One output's chunks: the role, the pieces of the message, and with the last of them what
+        comes beside it."""
         index = output.index
         if is_first:
             self._parsers[index] = self._prepared.make_parser()
@@ -170,18 +218,20 @@ class ChatFormat:
             if output.finish_reason is not None:
                 delta += parser.finish()
         messages = list(self._delta_messages(delta))
-        if output.finish_reason is None:
-            for message in messages:
-                yield ChatChunkChoice(index=index, delta=message)
-            return
+        is_last = output.finish_reason is not None
+        if not (messages or is_last or self._has_logprobs or self._return_token_ids):
+            return  # the parser holds it back
         last = messages.pop() if messages else DeltaMessage()
         for message in messages:
             yield ChatChunkChoice(index=index, delta=message)
+        reason = self._prepared.finish_reason(str(output.finish_reason), parser)
         yield ChatChunkChoice(
             index=index,
             delta=last,
-            finish_reason=self._prepared.finish_reason(str(output.finish_reason), parser),
+            logprobs=self._logprobs(output),
+            finish_reason=reason if is_last else None,
             stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self._return_token_ids else UNSET,
         )
 
     def _delta_messages(self, delta: Delta) -> Iterator[DeltaMessage]:

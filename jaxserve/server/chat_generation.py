@@ -37,12 +37,15 @@ class PreparedChat:
     """A chat that can be generated.
 
     make_parser: a parser for one choice; None: all its text is content.
+    is_parsed: whether there are parsers.  finds_reasoning: whether they look for reasoning.
     is_named_call: tool_choice names the function.
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     make_parser: Callable[[], ChoiceParser | None]
+    is_parsed: bool
+    finds_reasoning: bool
     is_named_call: bool
 
     def finish_reason(self, reason: str, parser: ChoiceParser | None) -> str:
@@ -80,9 +83,11 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
     if answer.needs_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     return PreparedChat(
-        prompt_token_ids=prompt.token_ids,
+        prompt_token_ids=context.input_processor.truncate(prompt.token_ids, params),
         params=params,
         make_parser=answer.make_parser,
+        is_parsed=answer.is_parsed,
+        finds_reasoning=answer.finds_reasoning,
         is_named_call=plan.mode == "named",
     )
 
@@ -109,6 +114,7 @@ async def respond_chat(
             send,
             arrival_time_s=arrival_time_s,
             default_max_tokens=None,
+            echo=bool(request.echo),
         )
     except RequestError as error:
         raise _named_as_given(error, request) from error
@@ -143,6 +149,7 @@ def _check_auto(context: ServerContext, request: ChatCompletionRequest) -> None:
 class _Answer:
     """How the answer to one chat is written and read.
 
+    is_parsed, finds_reasoning: as in PreparedChat.
     is_constrained: there is a grammar, unless response_format asks for nothing.
     """
 
@@ -159,6 +166,8 @@ class _Answer:
         is_read = self._tools is not None and self._tools.reads_reasoning
         self._reasoning = None if is_read else context.chat.reasoning_format
         self._make_call_id = _mistral_id if context.chat.tool_parser == "mistral" else _call_id
+        self.is_parsed = self._tools is not None or self._reasoning is not None
+        self.finds_reasoning = is_read or self._reasoning is not None
         wanted = (request.response_format, request.structured_outputs)
         self.is_constrained = wanted != (None, None) or plan.must_call
 

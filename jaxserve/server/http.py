@@ -7,13 +7,20 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.async_llm import RequestStream
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.messages import FinishReason
-from jaxserve.server.protocol.common import ErrorBody, ErrorDetail, PromptTokensDetails, Usage
+from jaxserve.server.protocol.common import (
+    CompletionTokensDetails,
+    ErrorBody,
+    ErrorDetail,
+    PromptTokensDetails,
+    Usage,
+)
 from jaxserve.server.sse import EventStream
 
 type Headers = Sequence[tuple[bytes, bytes]]
@@ -110,14 +117,25 @@ def _code_of(status: int, param: str | None) -> str:
     return http.HTTPStatus(status).phrase.lower().replace(" ", "_")
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """OpenAI's token counts."""
+def usage_of(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    reasoning_tokens: int | None = None,
+) -> Usage:
+    """OpenAI's token counts. reasoning_tokens: None where the text is not looked through."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens),
+        completion_tokens_details=completion_details(reasoning_tokens),
     )
+
+
+def completion_details(reasoning_tokens: int | None) -> CompletionTokensDetails | UnsetType:
+    """A usage's details of the answer; left out when there are none."""
+    return UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
 
 
 @contextlib.asynccontextmanager
@@ -191,13 +209,23 @@ class StreamUsage:
     continuous: every chunk has the usage of its choice so far.
     n: choices of each prompt, to count a prompt's cached tokens once.
     prompt_lens: tokens of each prompt.
+    count_reasoning: at the end, how many tokens were reasoning, if anybody knows.
     """
 
-    def __init__(self, *, include: bool, continuous: bool, n: int, prompt_lens: Sequence[int]):
+    def __init__(
+        self,
+        *,
+        include: bool,
+        continuous: bool,
+        n: int,
+        prompt_lens: Sequence[int],
+        count_reasoning: Callable[[], int | None] = lambda: None,
+    ):
         self.include = include
         self.continuous = continuous
         self._n = n
         self._prompt_lens = prompt_lens
+        self._count_reasoning = count_reasoning
         self._num_tokens: dict[int, int] = {}
         self.num_cached_tokens = 0
 
@@ -219,7 +247,12 @@ class StreamUsage:
 
     def of_all(self, num_prompt_tokens: int) -> Usage:
         """All choices of all prompts."""
-        return usage_of(num_prompt_tokens, sum(self._num_tokens.values()), self.num_cached_tokens)
+        return usage_of(
+            num_prompt_tokens,
+            sum(self._num_tokens.values()),
+            self.num_cached_tokens,
+            self._count_reasoning(),
+        )
 
 
 class StreamEncoder:
@@ -308,6 +341,7 @@ class ChunkEncoder:
       fields: the chunk's fields beside `choices` and `usage`.
       make_choices: the choices of one output's chunks, one a chunk; the second argument says that
         it is its choice's first output.
+      first: more fields of the stream's first chunk.
     """
 
     def __init__(
@@ -315,8 +349,10 @@ class ChunkEncoder:
         fields: Mapping[str, object],
         make_choices: Callable[[RequestOutput, bool], Iterable[object]],
         usage: StreamUsage,
+        first: Mapping[str, object] | None = None,
     ):
         self._head = encode_json(fields)[:-1]
+        self._next_head = encode_json({**fields, **first})[:-1] if first else self._head
         self._make_choices = make_choices
         self._usage = usage
 
@@ -329,7 +365,8 @@ class ChunkEncoder:
             is_first = self._usage.add(output)
             tail = self._tail(output.index)
             for choice in self._make_choices(output, is_first):
-                parts += (b"data: ", self._head, b',"choices":[', encode_json(choice), tail)
+                parts += (b"data: ", self._next_head, b',"choices":[', encode_json(choice), tail)
+                self._next_head = self._head
         return b"".join(parts)
 
     def _tail(self, index: int) -> bytes:

@@ -89,7 +89,9 @@ class Renderer:
                 default_template_kwargs=self._default_template_kwargs,
                 chat_template=request.chat_template,
                 render_template=self._templates.render,
-                max_model_len=self._max_model_len,
+                max_model_len=(
+                    self._max_model_len if request.truncate_prompt_tokens is None else None
+                ),
             )
 
         pool = self._pool if request.chat_template is None else self._template_pool
@@ -140,7 +142,7 @@ def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     *,
-    max_model_len: int,
+    max_model_len: int | None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
@@ -155,6 +157,7 @@ def render_chat(
 ) -> RenderedChat:
     """Applies the chat template and tokenizes the result.
 
+    max_model_len: a text that is far too long is refused early; None: it is truncated later.
     add_generation_prompt: None is true, unless the last message is continued.
     add_special_tokens: also those that the checkpoint puts around every text, which templates
       mostly write themselves.

@@ -1,14 +1,15 @@
 """POST /v1/chat/completions: its body and its answer."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.protocol.common import GenerationRequest, Usage
+from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
 from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.logprobs import ChatLogprobs, PromptLogprobs
 from jaxserve.server.protocol.structured_output import ResponseFormat, StructuredOutputs
 
 # Options of completions and of older or other APIs, which would do nothing here.
@@ -20,7 +21,6 @@ UNSUPPORTED_IN_CHAT: Final = UNSUPPORTED_BY_ALL | {
     "modalities": (["text"],),
     "prediction": (),
     "prompt": (),
-    "thinking_token_budget": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -109,34 +109,141 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    include_reasoning: bool | None = None
-    echo: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[
+        list[ChatMessage],
+        doc(
+            "The chat so far, in roles that the model's chat template takes.",
+            error="empty, no text, or refused by the chat template",
+        ),
+    ]
+    max_completion_tokens: Annotated[
+        int | None,
+        doc("The newer name of max_tokens.", default="max_tokens", error="another max_tokens"),
+    ] = None
+    logprobs: Annotated[bool | None, doc("Log-probabilities of the tokens.", default="false")] = (
+        None
+    )
+    top_logprobs: Annotated[
+        int | None,
+        doc(
+            "With logprobs, of that many likeliest tokens in their place too; -1 is the whole "
+            "vocabulary.",
+            default="0",
+            error="without logprobs, below -1, or above --max-logprobs",
+        ),
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        doc("What the content must be: JSON, JSON of a schema.", default="text", error="not valid"),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        doc(
+            "What the content must be: a schema, regex, choice or grammar.",
+            default="any text",
+            error="not valid, or with a response_format that asks for something",
+        ),
+    ] = None
+    tools: Annotated[
+        list[Tool] | None,
+        doc(
+            "Functions the model may call.",
+            default="none",
+            error="no function, two of one name, or over 1024",
+        ),
+    ] = None
+    tool_choice: Annotated[
+        str | ToolChoice | None,
+        doc(
+            "none: no call. auto: the model decides. required: calls and nothing else. A function: "
+            "one call of it. allowed_tools: auto or required, of some of the tools.",
+            default="auto with tools, else none",
+            error="no such tool, or auto where the server cannot read the model's calls",
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, doc("There may be several calls in an answer.", default="true")
+    ] = None
+    reasoning_effort: Annotated[
+        str | None,
+        doc(
+            "For the chat template: none, minimal, low, medium, high, xhigh or max.",
+            default="the template's",
+            error="a template that does not read it",
+        ),
+    ] = None
+    include_reasoning: Annotated[
+        bool | None,
+        doc("The answer has the reasoning, where --reasoning-parser finds it.", default="true"),
+    ] = None
+    echo: Annotated[
+        bool | None,
+        doc(
+            "The content begins with that of the last message, if its role is the answer's.",
+            default="false",
+        ),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        doc(
+            "The chat template opens the assistant's turn.",
+            default="true, unless continue_final_message",
+        ),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        doc(
+            "The answer goes on with the last message.",
+            default="false",
+            error="with add_generation_prompt, or a last message without text",
+        ),
+    ] = None
+    documents: Annotated[
+        list[dict[str, Any]] | None,
+        doc(
+            "For the chat template: what to answer from.",
+            default="none",
+            error="a template that does not read them",
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        doc(
+            "Instead of the model's, at most 5 s of work.",
+            default="the model's",
+            error="without --trust-request-chat-template, or not valid",
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "More variables for the chat template.",
+            default="--default-chat-template-kwargs",
+            error="one that the template does not read, or that another field sets",
+        ),
+    ] = None
 
     def sampling_params(self) -> SamplingParams:
-        """With max_completion_tokens, the new name of max_tokens."""
-        if self.max_completion_tokens is None:
-            return super().sampling_params()
-        if self.max_tokens not in (None, self.max_completion_tokens):
-            raise RequestError(
-                "max_tokens and max_completion_tokens differ; give one of them.",
-                param="max_completion_tokens",
-            )
-        return msgspec.structs.replace(
-            self, max_tokens=self.max_completion_tokens, max_completion_tokens=None
-        ).sampling_params()
+        """With max_completion_tokens, the new name of max_tokens, and the log-probabilities."""
+        changes: dict[str, Any] = {}
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise RequestError(
+                    "max_tokens and max_completion_tokens differ; give one of them.",
+                    param="max_completion_tokens",
+                )
+            changes |= {"max_tokens": self.max_completion_tokens, "max_completion_tokens": None}
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        request = msgspec.structs.replace(self, **changes) if changes else self
+        params = GenerationRequest.sampling_params(request)
+        if not self.logprobs:
+            return params
+        try:
+            return msgspec.structs.replace(params, logprobs=self.top_logprobs or 0)
+        except RequestError as error:
+            message = error.message.replace("logprobs", "top_logprobs", 1)
+            raise RequestError(message, param="top_logprobs") from error
 
 
 class ResponseFunction(Struct, frozen=True, kw_only=True):
@@ -169,20 +276,31 @@ class ResponseMessage(Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
+    """A choice. finish_reason: stop, length or tool_calls.
+
+    stop_reason: the stop string or the stop token id of the request that ended it.
+    token_ids: with return_token_ids, else left out.
+    """
+
     index: int
     message: ResponseMessage
     finish_reason: str
     stop_reason: int | str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
+    """The whole answer. prompt_logprobs, prompt_token_ids: as asked for, else left out."""
+
     id: str
     object: str = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaFunction(Struct, frozen=True, kw_only=True):
@@ -212,15 +330,18 @@ class DeltaMessage(Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    """What a choice gained. finish_reason: null while it goes on."""
+
     index: int
     delta: DeltaMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
-    """One event of a stream."""
+    """One event of a stream. prompt_token_ids: of the first one, with return_token_ids."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -228,6 +349,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 decode_chat_request = BodyDecoder(ChatCompletionRequest, UNSUPPORTED_IN_CHAT)
