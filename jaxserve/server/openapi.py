@@ -14,8 +14,11 @@ type Document = dict[str, Any]
 _EVENT_STREAM = "text/event-stream"
 
 
-def make_document(routes: Sequence[Route]) -> Document:
-    """The whole document; every type is in `components.schemas` once."""
+def make_document(routes: Sequence[Route], root_path: str = "") -> Document:
+    """The whole document; every type is in `components.schemas` once.
+
+    root_path: under which path of its host the server is seen.
+    """
     types = _body_types(routes)
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -31,6 +34,7 @@ def make_document(routes: Sequence[Route]) -> Document:
             "version": __version__,
             "description": "Fields that nobody knows are allowed and have no effect.",
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

@@ -5,6 +5,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.metrics import CONTENT_TYPE
 from jaxserve.server.chat import ChatCompletions
 from jaxserve.server.completions import Completions
+from jaxserve.server.docs_page import make_page
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.http import encode_json, send_bytes
 from jaxserve.server.openapi import make_document
@@ -19,11 +20,19 @@ class ApiDocs:
     """The documents that are made of this table."""
 
     def __init__(self, context: ServerContext):
-        self._document = encode_json(make_document(ROUTES))
+        document = make_document(ROUTES, context.config.server.root_path)
+        self._document = encode_json(document)
+        self._page = make_page(document)
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /openapi.json."""
         await send_bytes(send, self._document, b"application/json")
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /docs."""
+        policy = b"default-src 'none'; style-src 'unsafe-inline'"
+        headers = [(b"content-security-policy", policy)]
+        await send_bytes(send, self._page, b"text/html; charset=utf-8", headers=headers)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -144,6 +153,15 @@ ROUTES: tuple[Route, ...] = (
         handler=ApiDocs.openapi,
         summary="This API as an OpenAPI 3.1 document.",
         response=dict,
+        is_open=True,
+    ),
+    Route(
+        method="GET",
+        path="/docs",
+        surface=ApiDocs,
+        handler=ApiDocs.page,
+        summary="This API as a page.",
+        content_type="text/html",
         is_open=True,
     ),
 )
