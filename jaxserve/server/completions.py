@@ -4,11 +4,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.input_processor import COMPLETION_MAX_TOKENS
 from jaxserve.engine.output_processor import RequestOutput
+from jaxserve.errors import RequestError
+from jaxserve.grammars import validate_grammar
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.generation import ResponseHead, ServerContext, check_model, respond
 from jaxserve.server.http import ChunkEncoder, Encoder, StreamEncoder, StreamUsage, read_body
@@ -21,6 +24,7 @@ from jaxserve.server.protocol.completions import (
     decode_completion_request,
 )
 from jaxserve.server.protocol.logprobs import CompletionLogprobs
+from jaxserve.server.structured_output import grammar_of
 
 
 class Completions:
@@ -36,6 +40,9 @@ class Completions:
         request = decode_completion_request(body)
         check_model(context, request.model)
         params = request.sampling_params()
+        if request.response_format is not None or request.structured_outputs is not None:
+            grammar = await context.renderer.in_thread(lambda: _grammar(context, request))
+            params = msgspec.structs.replace(params, grammar=grammar)
         rendered = await context.renderer.completion(
             request.prompt,
             add_special_tokens=request.add_special_tokens is not False,
@@ -55,6 +62,21 @@ class Completions:
             default_max_tokens=COMPLETION_MAX_TOKENS,
             echo=bool(request.echo),
         )
+
+
+def _grammar(context: ServerContext, request: CompletionRequest) -> str | None:
+    """What the text must match, checked; None is anything."""
+    tokenizer = context.renderer.tokenizer
+    grammar = grammar_of(
+        request.response_format, request.structured_outputs, tokenizer.special_token_ids
+    )
+    if grammar is None:
+        return None
+    problem = validate_grammar(grammar, tokenizer, context.config.info.vocab_size)
+    if problem is not None:
+        param = "response_format" if request.structured_outputs is None else "structured_outputs"
+        raise RequestError(problem, param=param)
+    return grammar
 
 
 @dataclass(frozen=True)

@@ -329,3 +329,35 @@ def test_the_documented_fields_have_descriptions() -> None:
         schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
         for name, field in schema["properties"].items():
             assert field.get("description"), name
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    (
+        ({"response_format": {"type": "json_object"}}, "object"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, "start"),
+    ),
+)
+def test_a_grammar_reaches_the_engine(options: dict, part: str) -> None:
+    async def test(server: FakeServer) -> None:
+        response = await server.post(COMPLETIONS, prompt=["a", "b"], n=2, **options)
+        assert response.status_code == 200, response.text
+        grammars = [request.grammar for request in server.core.requests]
+        assert len(grammars) == 4
+        assert len(set(grammars)) == 1
+        assert part in (grammars[0] or "")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "options", ({"response_format": {"type": "text"}}, {"structured_outputs": {}})
+)
+def test_no_grammar_where_any_text_will_do(options: dict) -> None:
+    async def test(server: FakeServer) -> None:
+        await server.post(COMPLETIONS, prompt="a", **options)
+        assert server.core.requests[0].grammar is None
+
+    run(test)

@@ -10,6 +10,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
 from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
 from jaxserve.server.protocol.logprobs import CompletionLogprobs, PromptLogprobs
+from jaxserve.server.protocol.structured_output import ResponseFormat, StructuredOutputs
 
 # Options of chats and of older or other APIs, which would do nothing here.
 UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = UNSUPPORTED_BY_ALL | {
@@ -29,8 +30,6 @@ UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = UNSUPPORTED_BY_A
     "parallel_tool_calls": (),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -60,6 +59,18 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             "whole vocabulary.",
             default="none",
             error="below -1, or above --max-logprobs; -1 with echo",
+        ),
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        doc("What the text must be: JSON, JSON of a schema.", default="text", error="not valid"),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        doc(
+            "What the text must be: a schema, regex, choice or grammar.",
+            default="any text",
+            error="not valid, or with a response_format that asks for something",
         ),
     ] = None
 
