@@ -210,6 +210,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: Annotated[
         int, Meta(ge=0, description="Most prompt tokens of such sequences; 0: no limit.")
     ] = 0
+    response_store_bytes: Annotated[
+        int,
+        Meta(ge=0, description="Memory for answers of /v1/responses that are kept; 0: none."),
+    ] = 256 * 1024 * 1024
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log level.")
     ] = "info"

@@ -49,6 +49,22 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     "{% if shout %}!{% endif %}"
 )
+# With tools, calls, reasoning and a switch for it.
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "<{{ c.id }}:{{ c.function.name }} {{ c.function.arguments | tojson }}>"
+    "{% endfor %}"
+    "{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
+    "{% endif %}"
+)
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 MODEL = "tiny"
 
@@ -293,6 +309,8 @@ def echoes(request: EngineCoreRequest) -> Iterable[int]:
 def make_context(core: FakeCoreClient, config: EngineConfig) -> ServerContext:
     """What `serve` builds, over a fake engine core. Needs a running event loop."""
     tokenizer = byte_level_tokenizer()
+    if config.chat.chat_template:
+        tokenizer = tokenizer.with_chat_template(config.chat.chat_template, "test")
     metrics = ServerMetrics(config.model.served_model_name)
     detokenizers = DetokenizerFactory(tokenizer.backend)
     llm = AsyncLLM(

@@ -3,17 +3,46 @@
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.metrics import CONTENT_TYPE
+from jaxserve.server.anthropic.errors import anthropic_error_of
+from jaxserve.server.anthropic.handlers import Messages
 from jaxserve.server.chat import ChatCompletions
 from jaxserve.server.completions import Completions
 from jaxserve.server.docs_page import make_page
+from jaxserve.server.embeddings import Embeddings
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.http import encode_json, send_bytes
 from jaxserve.server.openapi import make_document
 from jaxserve.server.operations import Operations, ServerLoad, Status, Version
+from jaxserve.server.protocol.anthropic import (
+    AnthropicError,
+    Message,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.protocol.common import ModelCard, ModelList
-from jaxserve.server.protocol.completions import Completion, CompletionRequest
+from jaxserve.server.protocol.completions import (
+    Completion,
+    CompletionChunk,
+    CompletionRequest,
+)
+from jaxserve.server.protocol.embeddings import EmbeddingList, EmbeddingRequest
+from jaxserve.server.protocol.responses import (
+    DeletedResponse,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+)
+from jaxserve.server.protocol.tokenize import (
+    DetokenizedText,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Tokens,
+)
+from jaxserve.server.responses.handlers import Responses
 from jaxserve.server.routing import Route
+from jaxserve.server.tokenize import Tokenization
 
 
 class ApiDocs:
@@ -56,7 +85,105 @@ ROUTES: tuple[Route, ...] = (
         request=CompletionRequest,
         response=Completion,
         streams=True,
+        event=CompletionChunk,
         generates=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        surface=Responses,
+        handler=Responses.create,
+        summary="An answer as a response: items of text, reasoning and calls.",
+        request=ResponsesRequest,
+        response=ResponseObject,
+        streams=True,
+        event=ResponseEvent,
+        generates=True,
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        surface=Responses,
+        handler=Responses.retrieve,
+        summary="A response that was stored; with stream=true the events of one in the background.",
+        response=ResponseObject,
+        streams=True,
+        event=ResponseEvent,
+        errors=(404,),
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        surface=Responses,
+        handler=Responses.delete,
+        summary="Forgets a response, and ends it if it runs.",
+        response=DeletedResponse,
+        errors=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        surface=Responses,
+        handler=Responses.cancel,
+        summary="Ends a response in the background.",
+        response=ResponseObject,
+        errors=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages",
+        surface=Messages,
+        handler=Messages.create,
+        summary="A chat in Anthropic's form, whole or streamed.",
+        request=MessagesRequest,
+        response=Message,
+        streams=True,
+        event=MessageEvent,
+        error=AnthropicError,
+        error_of=anthropic_error_of,
+        generates=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        surface=Messages,
+        handler=Messages.count_tokens,
+        summary="How many tokens the prompt of such a chat has.",
+        request=MessagesRequest,
+        response=TokenCount,
+        errors=(404,),
+        error=AnthropicError,
+        error_of=anthropic_error_of,
+    ),
+    Route(
+        method="POST",
+        path="/v1/embeddings",
+        surface=Embeddings,
+        handler=Embeddings.__call__,
+        summary="A vector for each text.",
+        request=EmbeddingRequest,
+        response=EmbeddingList,
+        generates=True,
+    ),
+    Route(
+        method="POST",
+        path="/tokenize",
+        surface=Tokenization,
+        handler=Tokenization.tokenize,
+        summary="The tokens of a text or a chat.",
+        request=TokenizeRequest,
+        response=Tokens,
+        errors=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        surface=Tokenization,
+        handler=Tokenization.detokenize,
+        summary="The text of tokens.",
+        request=DetokenizeRequest,
+        response=DetokenizedText,
+        errors=(404,),
     ),
     Route(
         method="GET",
