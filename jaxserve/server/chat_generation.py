@@ -62,12 +62,7 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
       RequestError: an option is not valid; `param` is its path.
     """
     check_model(context, request.model)
-    trusts = context.config.chat.trust_request_chat_template
-    if request.chat_template is not None and not trusts:
-        raise RequestError(
-            "chat_template is only taken by a server started with --trust-request-chat-template.",
-            param="chat_template",
-        )
+    check_chat_template(context, request)
     try:
         params = request.sampling_params()
     except RequestError as error:
@@ -90,6 +85,16 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
         finds_reasoning=answer.finds_reasoning,
         is_named_call=plan.mode == "named",
     )
+
+
+def check_chat_template(context: ServerContext, request: ChatCompletionRequest) -> None:
+    """Raises RequestError when the request's own template may not be used."""
+    trusts = context.config.chat.trust_request_chat_template
+    if request.chat_template is not None and not trusts:
+        raise RequestError(
+            "chat_template is only taken by a server started with --trust-request-chat-template.",
+            param="chat_template",
+        )
 
 
 async def respond_chat(

@@ -289,7 +289,7 @@ def test_what_has_another_name_is_told_it(name: str, field: str) -> None:
         ("GET", "/", 404),
         ("GET", "/v1", 404),
         ("POST", "/v1/chat/completions/", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/rerank", 404),
         ("GET", "/v1/models/nobody", 404),
     ),
 )

@@ -82,7 +82,7 @@ _REPLACED_BY = {
 }
 
 
-class BodyDecoder[T: GenerationRequest]:
+class BodyDecoder[T: msgspec.Struct]:
     """Decodes one kind of body, and refuses what is known but not implemented."""
 
     def __init__(self, kind: type[T], unsupported: dict[str, tuple[Any, ...]]):
@@ -108,7 +108,9 @@ class BodyDecoder[T: GenerationRequest]:
             value = getattr(others, name)
             if value is not UNSET and value is not None:
                 _check_neutral(name, value, neutral)
-        _check_options(request)
+        if isinstance(request, GenerationRequest):
+            _check_stream(request)
+        _check_labels(request)
         return request
 
 
@@ -141,18 +143,24 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     )
 
 
-def _check_options(request: GenerationRequest) -> None:
+def _check_stream(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError(
             "stream_options is only allowed with stream: true.", param="stream_options"
         )
     if request.stream and request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not available in a stream.", param="prompt_logprobs")
-    if request.request_id is not None and not _REQUEST_ID_PATTERN.fullmatch(request.request_id):
+
+
+def _check_labels(request: msgspec.Struct) -> None:
+    """What a request of any kind may carry for the server's own use."""
+    request_id = getattr(request, "request_id", None)
+    if request_id is not None and not _REQUEST_ID_PATTERN.fullmatch(request_id):
         raise RequestError(
             "request_id must be 1 to 128 visible ASCII characters.", param="request_id"
         )
-    if request.cache_salt == "":
+    if getattr(request, "cache_salt", None) == "":
         raise RequestError("cache_salt must not be empty.", param="cache_salt")
-    if request.priority is not None and abs(request.priority) >= 2**31:
+    priority = getattr(request, "priority", None)
+    if priority is not None and abs(priority) >= 2**31:
         raise RequestError("priority must fit into 32 bits.", param="priority")
