@@ -9,7 +9,6 @@ from jaxserve.server.chat import ChatCompletions
 from jaxserve.server.completions import Completions
 from jaxserve.server.docs_page import make_page
 from jaxserve.server.embeddings import Embeddings
-from jaxserve.server.embeddings import Embeddings
 from jaxserve.server.generation import ServerContext
 from jaxserve.server.http import encode_json, send_bytes
 from jaxserve.server.openapi import make_document
@@ -41,15 +40,8 @@ from jaxserve.server.protocol.tokenize import (
     TokenizeRequest,
     Tokens,
 )
-from jaxserve.server.protocol.tokenize import (
-    DetokenizedText,
-    DetokenizeRequest,
-    TokenizeRequest,
-    Tokens,
-)
 from jaxserve.server.responses.handlers import Responses
 from jaxserve.server.routing import Route
-from jaxserve.server.tokenize import Tokenization
 from jaxserve.server.tokenize import Tokenization
 
 
@@ -93,7 +85,6 @@ ROUTES: tuple[Route, ...] = (
         request=CompletionRequest,
         response=Completion,
         streams=True,
-        event=CompletionChunk,
         event=CompletionChunk,
         generates=True,
     ),
@@ -163,36 +154,6 @@ ROUTES: tuple[Route, ...] = (
         errors=(404,),
         error=AnthropicError,
         error_of=anthropic_error_of,
-    ),
-    Route(
-        method="POST",
-        path="/v1/embeddings",
-        surface=Embeddings,
-        handler=Embeddings.__call__,
-        summary="A vector for each text.",
-        request=EmbeddingRequest,
-        response=EmbeddingList,
-        generates=True,
-    ),
-    Route(
-        method="POST",
-        path="/tokenize",
-        surface=Tokenization,
-        handler=Tokenization.tokenize,
-        summary="The tokens of a text or a chat.",
-        request=TokenizeRequest,
-        response=Tokens,
-        errors=(404,),
-    ),
-    Route(
-        method="POST",
-        path="/detokenize",
-        surface=Tokenization,
-        handler=Tokenization.detokenize,
-        summary="The text of tokens.",
-        request=DetokenizeRequest,
-        response=DetokenizedText,
-        errors=(404,),
     ),
     Route(
         method="POST",
