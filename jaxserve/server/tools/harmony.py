@@ -113,9 +113,10 @@ class _Messages:
             yield from r.whitespace()
             if (yield from r.peek(_START, *_ENDS)) or not (yield from r.more()):
                 r.forget()
-            else:
-                give_back(r, out)
-        yield from self._read_body(out.content)
+                yield from self._read_body(out.content)
+                return
+            give_back(r, out)
+        yield from self._read_rest_as_content()
 
     def _read_reasoning(self) -> Waiting[None]:
         self._r.forget()
@@ -126,8 +127,11 @@ class _Messages:
 
     def _read_content(self) -> Waiting[None]:
         self._r.forget()
-        if self._num_content and not self._out.num_calls:
+        if self._num_content:
             self._out.content("\n")
+        yield from self._read_rest_as_content()
+
+    def _read_rest_as_content(self) -> Waiting[None]:
         self._num_content += 1
         yield from self._read_body(self._out.content)
 

@@ -198,6 +198,8 @@ def is_text(value: str) -> bool:
 
 def is_json(text: str) -> bool:
     """Whether the text is one value, with nothing around it."""
+    if text[:1] in WHITESPACE:
+        return False
     scanner = JsonScanner()
     end = scanner.scan(text + " ", 0)
     return scanner.done and not scanner.failed and end == len(text)

@@ -15,6 +15,8 @@ _NO_WHITESPACE = re.compile(r"[^ \t\r\n]")
 class Reader:
     """The unread text. What was read since `keep()` can be had back, for text that was no call.
 
+    keeping: whether it is kept.
+
     Reading to the end takes time linear in the text, however it is cut.
     """
 
@@ -22,12 +24,13 @@ class Reader:
         self.text = ""
         self.pos = 0
         self.ended = False
-        self._kept: list[str] | None = None
+        self.keeping = False
+        self._kept: list[str] = []
         self._keep_from = 0
 
     def add(self, text: str) -> None:
         """More text has come."""
-        if self._kept is not None:
+        if self.keeping:
             self._kept.append(self.text[self._keep_from : self.pos])
             self._keep_from = 0
         self.text = self.text[self.pos :] + text
@@ -35,23 +38,20 @@ class Reader:
 
     def keep(self) -> None:
         """From here on, what is read is kept."""
-        self._kept = []
+        self.keeping = True
+        self._kept.clear()
         self._keep_from = self.pos
-
-    @property
-    def keeping(self) -> bool:
-        """Whether what is read is kept."""
-        return self._kept is not None
 
     def forget(self) -> None:
         """What was kept is not needed any more."""
-        self._kept = None
+        self.keeping = False
+        self._kept.clear()
 
     def kept(self) -> str:
         """What was read since `keep()`, which is forgotten now."""
-        assert self._kept is not None
+        assert self.keeping
         kept = "".join(self._kept) + self.text[self._keep_from : self.pos]
-        self._kept = None
+        self.forget()
         return kept
 
     def take(self, end: int) -> str:

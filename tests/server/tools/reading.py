@@ -8,6 +8,7 @@ from jaxserve.server.tools import (
     CallStart,
     ContentDelta,
     FunctionTool,
+    ReasoningDelta,
     ToolFormat,
 )
 
@@ -21,9 +22,11 @@ TOOLS = (
                 "city": {"type": "string"},
                 "days": {"type": "integer", "minimum": 1},
                 "units": {"enum": ["c", "f"]},
+                "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}},
             },
             "required": ["city"],
             "additionalProperties": False,
+            "$defs": {"part": {"type": "object", "properties": {"wind": {"type": "boolean"}}}},
         },
     ),
     FunctionTool("now"),
@@ -35,6 +38,7 @@ TOOLS = (
 class Answer:
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
+    reasoning: str = ""
 
 
 def cut(text: str, places: Iterable[int]) -> Iterator[str]:
@@ -47,8 +51,12 @@ def cut(text: str, places: Iterable[int]) -> Iterator[str]:
 
 
 def read(tool_format: ToolFormat, pieces: Iterable[str], tools=TOOLS) -> Answer:
+    """What a parser of the format finds."""
+    return read_with(tool_format.make_parser(tools), pieces)
+
+
+def read_with(parser, pieces: Iterable[str]) -> Answer:
     """All events added up; no piece is empty, calls are told in order, whole before the next."""
-    parser = tool_format.make_parser(tools)
     answer = Answer()
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     for event in events:
@@ -59,6 +67,8 @@ def read(tool_format: ToolFormat, pieces: Iterable[str], tools=TOOLS) -> Answer:
             assert event.text
             if isinstance(event, ContentDelta):
                 answer.content += event.text
+            elif isinstance(event, ReasoningDelta):
+                answer.reasoning += event.text
             else:
                 assert isinstance(event, CallArguments)
                 assert event.index == len(answer.calls) - 1
