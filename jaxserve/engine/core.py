@@ -171,7 +171,9 @@ class EngineCore:
         self._grammars.shutdown()
 
     def sleep(self) -> None:
-        """Blocks until an input comes, and takes it."""
+        """Blocks until an input comes, and takes it. Not after Shutdown, which is the last."""
+        if not self._is_running:
+            return
         stats = self._stats()
         if stats != self._stats_known_to_all:
             self._emit_to_all(stats)

@@ -23,6 +23,7 @@ class SimRequest:
     state: str = "waiting"
     computed: int = 0
     unknown: int = 0
+    forced: list[int] = field(default_factory=list)
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
     num_named: int = 0
@@ -31,6 +32,10 @@ class SimRequest:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+
+    def total(self) -> int:
+        """Tokens it will have when all steps planned are done."""
+        return len(self.tokens) + self.unknown + len(self.forced)
 
 
 @dataclass
@@ -145,7 +150,7 @@ class Simulation:
             pass
         for request, part in parts.items():
             request.computed += part.num_tokens
-            part.samples = request.computed == len(request.tokens) + request.unknown
+            part.samples = request.computed == request.total()
             request.unknown += part.samples
         for request, part in parts.items():
             if part.hard:
@@ -160,7 +165,7 @@ class Simulation:
 
     def schedule_running(self, request: SimRequest, parts: dict[SimRequest, Part]) -> None:
         """A running request gets what it lacks, if need be at the cost of the last in rank."""
-        total = len(request.tokens) + request.unknown
+        total = request.total()
         num_tokens = min(total - request.computed, self.left(parts))
         if total == request.max_total or num_tokens == 0:
             return
@@ -201,20 +206,27 @@ class Simulation:
         parts[request] = Part(num_tokens, hard=True)
         return True
 
-    def update(self, results: list[tuple[str, int]]) -> list[tuple[str, int, str | None]]:
-        """Takes in (request, token) of a step; returns (request, token, why it ended)."""
+    def force(self, name: str, tokens: list[int]) -> None:
+        """These follow the request's token in flight, as far as it may grow."""
+        request = next(r for r in self.requests if r.name == name)
+        request.forced = tokens[: request.max_total - request.total()]
+
+    def update(self, results: list[tuple[str, int]]) -> list[tuple[str, list[int], str | None]]:
+        """Takes in (request, token) of a step; returns (request, its new tokens, why it ended)."""
         outputs = []
         for name, token in results:
             request = next(r for r in self.requests if r.name == name)
             if request.state == "done":
                 continue
-            request.tokens.append(token)
+            tokens = [token, *request.forced]
+            request.tokens += tokens
+            request.forced = []
             request.unknown -= 1
             reason = self.reason(request)
             if reason:
                 self.stop_running(request)
                 request.state = "done"
-            outputs.append((name, token, reason))
+            outputs.append((name, tokens, reason))
         return outputs
 
     def reason(self, request: SimRequest) -> str | None:

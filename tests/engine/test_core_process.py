@@ -11,19 +11,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jaxserve.engine.core_client import AsyncCoreClient
 from jaxserve.errors import EngineDeadError, UserError
+from jaxserve.grammars import grammar_from_regex
 from jaxserve.messages import (
     AbortRequests,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineDead,
     EngineOutput,
+    FinishReason,
     UtilityCall,
     UtilityResult,
 )
 from tests.fakes import fake_config, fake_output, fake_request
+from tests.fakes_engine import byte_level_tokenizer
 
 WAIT_S = 20.0
 # A loaded machine may take its time; what is checked is that the end comes by itself.
@@ -123,6 +128,40 @@ def test_generate_abort_and_utility_calls(tmp_path: Path) -> None:
 
             client.send(UtilityCall(1, "reset_prefix_cache"))
             assert await next_of(client, UtilityResult) == UtilityResult(1, value=True)
+
+    run(test)
+
+
+def test_outputs_keep_to_grammars(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The engine core loads the checkpoint's tokenizer for the first of them."""
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend.save(str(checkpoint / "tokenizer.json"))
+    info = fake_config().model.info
+    assert info is not None
+    info = msgspec.structs.replace(info, path=str(checkpoint))
+    grammar = grammar_from_regex("[a-c]{20}")
+
+    async def test() -> None:
+        async with started(info=info) as client:
+            client.send(fake_request("a", [1], max_tokens=20, grammar=grammar))
+            tokens = await tokens_of(client, "a", 20)
+            assert set(bytes(tokens)) <= set(b"abc")
+
+            client.send(fake_request("b", [1], grammar="start: nothing"))
+            outputs: list[EngineCoreOutput] = []
+            while not outputs:
+                outputs = (await next_of(client, EngineCoreOutputs)).outputs
+            assert outputs == [EngineCoreOutput("b", [], FinishReason.ABORT)]
+
+            # Perhaps before it is compiled, perhaps after.
+            for i in range(20):
+                other = grammar_from_regex(f"[a-c]{{{i},3000}}")
+                client.send(fake_request(f"c{i}", [1], max_tokens=3000, grammar=other))
+                client.send(AbortRequests([f"c{i}"]))
+            client.send(fake_request("d", [1], max_tokens=3, grammar=grammar))
+            assert len(await tokens_of(client, "d", 3)) == 3
+            client.send(fake_request("e", [1], max_tokens=3000, grammar="start: /(x|y){3000}/"))
 
     run(test)
 

@@ -5,14 +5,16 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+import msgspec
+import numpy as np
 import pytest
 
 from jaxserve import processes
 from jaxserve.engine.executor import Executor, make_executor
 from jaxserve.engine.executor.workers import WorkersExecutor
 from jaxserve.errors import EngineDeadError, UserError
-from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
-from tests.fakes import fake_config, fake_output
+from jaxserve.messages import AdmittedRow, GrammarMask, SamplingParams, SchedulerOutput
+from tests.fakes import FAKE_VOCAB_SIZE, fake_config, fake_output
 
 PROMPT = [1, 2, 3, 4, 5]
 KINDS = ["in_process", "worker"]
@@ -56,11 +58,24 @@ def test_steps_run_in_order(start: Callable[..., Executor], kind: str) -> None:
     assert run_steps(start(kind), 10) == fake_output(PROMPT, 10)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_awaits_its_mask(start: Callable[..., Executor], kind: str) -> None:
+    executor = start(kind)
+    executor.execute(msgspec.structs.replace(first_step(PROMPT), awaits_mask=True))
+    words = np.zeros(-(-FAKE_VOCAB_SIZE // 32), "<u4")
+    words[7 // 32] = 1 << 7 % 32
+    executor.sample(GrammarMask(0, [0], words.tobytes()))
+    # What follows the token in flight, and then a step that awaits nothing.
+    executor.execute(SchedulerOutput(1, num_tokens=[0, 3], forced_tokens=[(0, [8, 9])]))
+    assert executor.collect().sampled_token_ids == [7]
+    assert executor.collect().sampled_token_ids == fake_output([*PROMPT, 7, 8, 9], 1)
+
+
 def test_a_plan_larger_than_the_ring(start: Callable[..., Executor]) -> None:
     executor = start("worker")
-    prompt = [70_000] * 1_000_000
+    prompt = [70_000] * 2_000_000
     row = AdmittedRow(
-        0, prompt, len(prompt), len(prompt) - 1, [1] * 62_500, SamplingParams(max_tokens=1)
+        0, prompt, len(prompt), len(prompt) - 1, [1] * 125_000, SamplingParams(max_tokens=1)
     )
     executor.execute(SchedulerOutput(0, admitted=[row]))
     assert executor.collect().sampled_token_ids == fake_output(prompt, 1)

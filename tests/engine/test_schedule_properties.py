@@ -34,7 +34,10 @@ def sample(seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of the load and when it comes and goes (steps); keys: an index into KEYS."""
+    """A request of the load and when it comes and goes (steps); keys: an index into KEYS.
+
+    forces: None without a grammar, else what the number of forced tokens depends on.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -47,6 +50,7 @@ class Arrival:
     arrival_s: float
     abort_after: int | None
     abort_before_update: bool
+    forces: int | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ arrivals = st.builds(
     arrival_s=st.floats(0, 2),
     abort_after=st.sampled_from([None] * 40 + list(range(12))),
     abort_before_update=st.booleans(),
+    forces=st.sampled_from([None, None, 0, 1, 2]),
 )
 loads = st.builds(
     Load,
@@ -129,6 +134,9 @@ class FakeWorker:
             del self.rows[row]
         for admitted in message.admitted:
             self.admit(admitted)
+        for row, tokens in message.forced_tokens:
+            assert tokens and row not in [admitted.row for admitted in message.admitted]
+            self.rows[row].tokens += tokens
         for row, block in pairs(message.new_blocks):
             assert row not in [admitted.row for admitted in message.admitted]
             self.rows[row].table.append(block)
@@ -223,6 +231,12 @@ class Driver:
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
 
+    @property
+    def depth(self) -> int:
+        """Steps in flight besides the next. A mask needs the results of all steps before."""
+        has_grammar = any(arrival.forces is not None for arrival in self.load.arrivals)
+        return min(self.load.depth, 1) if has_grammar else self.load.depth
+
     def max_total(self, arrival: Arrival) -> int:
         """Longest prompt plus output."""
         return min(len(arrival.prompt) + arrival.max_tokens, self.load.max_model_len)
@@ -237,7 +251,11 @@ class Driver:
             self.abort(step, before_update=False)
             planned = self.plan(step)
             self.abort(step, before_update=True)
-            if self.in_flight and (len(self.in_flight) > self.load.depth or not planned):
+            if self.in_flight and (len(self.in_flight) > max(self.depth, 1) or not planned):
+                self.collect()
+            if planned:
+                self.force(self.in_flight[-1][0])
+            if len(self.in_flight) > self.depth:
                 self.collect()
             if step > LAST_ARRIVAL and not self.scheduler.has_unfinished:
                 break
@@ -265,6 +283,7 @@ class Driver:
                 cache_salt=salt,
                 lora_name=lora,
                 client_idx=idx % 2,
+                grammar=None if arrival.forces is None else "any",
             )
             request = Request.from_message(
                 message,
@@ -317,6 +336,28 @@ class Driver:
             self.check_worker()
         return plan is not None
 
+    def force(self, plan: StepPlan) -> None:
+        """What a grammar says of the step just planned, as the core asks it: between its plan and
+        its mask all earlier results came, and perhaps aborts."""
+        masked = [
+            (row.request.row, row.request.request_id)
+            for row in plan.scheduled
+            if row.samples and row.request.grammar is not None and row.request.row >= 0
+        ]
+        live = [(row, r.request_id) for row, r in plan.masked if r.request_id not in self.ended]
+        assert live == masked and plan.message.awaits_mask == bool(plan.masked)
+        for _, name in live:
+            arrival = self.load.arrivals[int(name[1:])]
+            start = self.requests[name].num_tokens
+            assert arrival.forces is not None
+            num_forced = (start * 5 + arrival.forces) % 4
+            forced = [sample(arrival.seed, start + i) for i in range(1 + num_forced)]
+            stops = [i for i, token in enumerate(forced) if token in arrival.stop_ids]
+            forced = forced[: stops[0]] if stops else forced
+            self.scheduler.force_tokens(self.requests[name], forced[1:])
+            self.simulation.force(name, forced[1:])
+        self.check_state()
+
     def check_state(self) -> None:
         """Scheduler and simulation agree on every table."""
         self.scheduler.check_invariants()
@@ -347,16 +388,16 @@ class Driver:
         expected = self.simulation.update(list(zip(sampling, tokens, strict=True)))
         outputs = self.scheduler.update_from_output(plan, tokens, 0.0)
         assert len(outputs) == len(expected)
-        for (client_idx, output), (name, token, reason) in zip(outputs, expected, strict=True):
+        for (client_idx, output), (name, new_tokens, reason) in zip(outputs, expected, strict=True):
             assert client_idx == self.requests[name].client_idx
-            assert (output.request_id, output.new_token_ids) == (name, [token])
+            assert (output.request_id, output.new_token_ids) == (name, new_tokens)
             assert output.finish_reason == (FinishReason[reason.upper()] if reason else None)
-            assert output.stop_reason == (token if reason == "stop" else None)
+            assert output.stop_reason == (new_tokens[-1] if reason == "stop" else None)
             twin = next(r for r in self.simulation.requests if r.name == name)
-            is_first = len(twin.tokens) == twin.prompt_len + 1
+            is_first = len(twin.tokens) == twin.prompt_len + len(new_tokens)
             assert output.num_cached_tokens == (twin.first_cached if is_first else 0)
             assert name not in self.ended
-            self.outputs[name].append(token)
+            self.outputs[name] += new_tokens
             if reason:
                 self.ended[name] = reason
         self.check_state()
