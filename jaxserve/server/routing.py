@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxserve.engine.async_llm import QueueFullError
 from jaxserve.errors import EngineDeadError, RequestError
 from jaxserve.server.generation import ServerContext
-from jaxserve.server.http import ClientDisconnected, error_body, error_of, send_json
+from jaxserve.server.http import ClientDisconnected, error_of, send_json
 from jaxserve.server.protocol.common import ErrorBody
 
 _PATH_PARAM = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -126,7 +126,9 @@ class Resource:
         if endpoint is not None:
             await endpoint(scope, receive, send)
             return
-        body = error_body(405, f"{scope['path']} does not take {scope['method']}.")
+        error = RequestError(f"{scope['path']} does not take {scope['method']}.", status=405)
+        other = next(iter(self._endpoints.values()))  # the errors of a path have one form
+        _, body = other.route.error_of(error)
         allow = ", ".join(self._endpoints).encode()
         await send_json(send, body, status=405, headers=[(b"allow", allow)])
 

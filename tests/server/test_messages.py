@@ -48,8 +48,8 @@ def plain(text: str) -> Any:
     return says(f"</think>{text}")
 
 
-async def post(server: FakeServer, path: str = PATH, **body: object) -> httpx.Response:
-    return await server.post(path, **{"messages": HI, "max_tokens": 300} | body)
+async def post(server: FakeServer, **body: object) -> httpx.Response:
+    return await server.post(PATH, **{"messages": HI, "max_tokens": 300} | body)
 
 
 def checked(response: httpx.Response) -> dict:
@@ -496,6 +496,16 @@ def test_bodies_that_do_not_decode(body: bytes, status: int, kind: str) -> None:
             assert response.json()["error"]["type"] == kind
 
     run(test, max_body_bytes=1024)
+
+
+def test_a_method_that_the_routes_do_not_take() -> None:
+    async def test(server: FakeServer) -> None:
+        for path in (PATH, COUNT):
+            response = await server.client.get(path)
+            assert (response.status_code, response.json()["type"]) == (405, "error")
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+    run(test)
 
 
 def test_the_key() -> None:

@@ -267,7 +267,7 @@ class ReasoningItem(Struct, frozen=True, tag="reasoning", kw_only=True):
     encrypted_content: None = None
 
 
-class FunctionCall(Struct, frozen=True, tag="function_call", kw_only=True):
+class FunctionCallItem(Struct, frozen=True, tag="function_call", kw_only=True):
     """A call that the client is to make. arguments: JSON, as the model wrote it."""
 
     id: str
@@ -277,7 +277,7 @@ class FunctionCall(Struct, frozen=True, tag="function_call", kw_only=True):
     arguments: str
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -420,14 +420,14 @@ class _TextEvent(Struct, frozen=True, kw_only=True):
     content_index: int = 0
 
 
-class TextDelta(_TextEvent, frozen=True, tag="response.output_text.delta"):
+class OutputTextDelta(_TextEvent, frozen=True, tag="response.output_text.delta"):
     """More of a message."""
 
     delta: str
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDone(_TextEvent, frozen=True, tag="response.output_text.done"):
+class OutputTextDone(_TextEvent, frozen=True, tag="response.output_text.done"):
     """All of a message."""
 
     text: str
@@ -478,8 +478,8 @@ ResponseEvent = (
     | ItemDone
     | PartAdded
     | PartDone
-    | TextDelta
-    | TextDone
+    | OutputTextDelta
+    | OutputTextDone
     | ReasoningDelta
     | ReasoningDone
     | ArgumentsDelta

@@ -45,6 +45,7 @@ _TEXT_TYPES = ("input_text", "output_text", "text")
 _NAMES = (
     (re.compile(r"^messages\b.*"), "input"),
     (re.compile(r"^max_(completion_)?tokens$"), "max_output_tokens"),
+    (re.compile(r"^logprobs$"), "top_logprobs"),
     (re.compile(r"^response_format(\.json_schema)?\b"), "text.format"),
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
     (re.compile(r"^tool_choice\.allowed_tools\b"), "tool_choice"),

@@ -9,13 +9,15 @@ from jaxserve.server.protocol.logprobs import ChatTokenLogprob
 from jaxserve.server.protocol.responses import (
     ArgumentsDelta,
     ArgumentsDone,
-    FunctionCall,
+    FunctionCallItem,
     ItemAdded,
     ItemDone,
     ItemStatus,
     OutputItem,
     OutputMessage,
     OutputText,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     ReasoningDelta,
@@ -23,8 +25,6 @@ from jaxserve.server.protocol.responses import (
     ReasoningItem,
     ReasoningText,
     ResponseEvent,
-    TextDelta,
-    TextDone,
 )
 
 type _Kind = Literal["message", "reasoning", "function_call"]
@@ -59,7 +59,7 @@ class _OpenItem:
     def item(self, status: ItemStatus, *, is_new: bool = False) -> OutputItem:
         """The item so far; `is_new`: its content has not begun."""
         if self.kind == "function_call":
-            return FunctionCall(
+            return FunctionCallItem(
                 id=self.id,
                 status=status,
                 call_id=self.call_id,
@@ -113,7 +113,7 @@ class OutputBuilder:
         item = self._continued("message") or self._begin(_OpenItem("message"))
         item.texts.append(text)
         item.logprobs += logprobs
-        event = TextDelta(
+        event = OutputTextDelta(
             sequence_number=self.next_number(),
             item_id=item.id,
             output_index=len(self.items),
@@ -124,7 +124,6 @@ class OutputBuilder:
 
     def call(self, call_id: str, name: str) -> None:
         """A call begins."""
-        self._end("completed")
         self._begin(_OpenItem("function_call", call_id, name))
 
     def arguments(self, text: str) -> None:
@@ -206,7 +205,7 @@ class OutputBuilder:
                     sequence_number=number, item_id=item.id, output_index=index, text=text
                 )
             case "message":
-                whole = TextDone(
+                whole = OutputTextDone(
                     sequence_number=number,
                     item_id=item.id,
                     output_index=index,
