@@ -28,7 +28,9 @@ from jaxserve.server.reasoning import ReasoningFormat, make_answer_parser
 from jaxserve.server.structured_output import grammar_of
 from jaxserve.server.tool_choice import ToolPlan, plan_tools
 from jaxserve.server.tools import JSON_FORMAT, ToolFormat
+from jaxserve.server.tools.strict import text_or_calls_grammar
 
+_MAX_PROBLEM_LEN = 300
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -171,10 +173,12 @@ class _Answer:
         is_read = self._tools is not None and self._tools.reads_reasoning
         self._reasoning = None if is_read else context.chat.reasoning_format
         self._make_call_id = _mistral_id if context.chat.tool_parser == "mistral" else _call_id
+        end = self._reasoning.end if self._reasoning is not None else ""
+        self._reasoning_end_id = self._tokenizer.backend.token_to_id(end) if end else None
         self.is_parsed = self._tools is not None or self._reasoning is not None
         self.finds_reasoning = is_read or self._reasoning is not None
         wanted = (request.response_format, request.structured_outputs)
-        self.is_constrained = wanted != (None, None) or plan.must_call
+        self.is_constrained = wanted != (None, None) or plan.must_call or bool(plan.strict)
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -193,6 +197,7 @@ class _Answer:
             make_call_id=self._make_call_id,
             count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
             max_calls=None if self._plan.is_parallel else 1,
+            reasoning_end_id=self._reasoning_end_id,
         )
 
     def grammar(self) -> str | None:
@@ -214,29 +219,61 @@ class _Answer:
         if plan.must_call:
             grammar, param = self._calls_grammar(), "tools"
         elif grammar is not None and plan.tools:
-            calls = self._calls_grammar()
-            grammar = _joined("start: @content | @calls", {"content": grammar, "calls": calls})
+            grammar = self._content_or_calls(grammar)
+        elif plan.strict:
+            grammar, param = self._text_or_calls(), "tools"
         if grammar is None:
             return None
         problem = validate_grammar(grammar, self._tokenizer, self._vocab_size)
         if problem is not None:
-            raise RequestError(problem, param=param)
+            raise RequestError(problem[:_MAX_PROBLEM_LEN], param=param)
         return grammar
+
+    def _content_or_calls(self, content: str) -> str:
+        calls = self._calls_grammar()
+        return _joined("start: @content | @calls", {"content": content, "calls": calls})
+
+    def _text_or_calls(self) -> str:
+        """Any text or valid calls: what strict tools come to when the model decides."""
+        plan, tools = self._plan, self._tools
+        assert tools is not None
+        if tools.reads_reasoning:
+            text = lark_grammar("start: /(?s:.*)/")
+            text = self._after_reasoning(text, "content", self._settings.reasoning_format)
+            return self._content_or_calls(text)
+        lark = text_or_calls_grammar(
+            tools,
+            plan.tools,
+            parallel=plan.is_parallel,
+            special_tokens=self._tokenizer.special_token_ids,
+        )
+        grammar = self._checked_calls(lark)
+        return self._after_reasoning(grammar, "content", self._reasoning)
 
     def _calls_grammar(self) -> str:
         plan, tools = self._plan, self._tools
         assert tools is not None
-        lark = tools.grammar(plan.tools, parallel=plan.is_parallel)
-        assert lark is not None
+        grammar = self._checked_calls(tools.grammar(plan.tools, parallel=plan.is_parallel))
+        return self._after_reasoning(grammar, "calls", self._reasoning)
+
+    def _checked_calls(self, lark: str | None) -> str:
+        """The grammar; a RequestError names the tool whose fault it is."""
+        plan, tools = self._plan, self._tools
+        assert tools is not None
+        if lark is None:
+            raise RequestError(
+                f"The format of this model's calls ({self._settings.tool_parser}) has no grammar "
+                "for these tools: use tool_choice required or a function, and no strict.",
+                param="tools",
+            )
         try:
-            grammar = checked(lark_grammar(lark), "tools")
+            return checked(lark_grammar(lark), "tools")
         except RequestError:
             for tool, index in zip(plan.tools, plan.indices, strict=True):
-                lark = tools.grammar([tool], parallel=False)
-                assert lark is not None
-                checked(lark_grammar(lark), f"tools[{index}].function.parameters")
+                alone = tools.grammar([tool], parallel=False)
+                assert alone is not None
+                checked(lark_grammar(alone), f"tools[{index}].function.parameters")
             raise
-        return self._after_reasoning(grammar, "calls", self._reasoning)
 
     def _after_reasoning(self, grammar: str, name: str, reasoning: ReasoningFormat | None) -> str:
         if reasoning is None or reasoning.before_answer is None:

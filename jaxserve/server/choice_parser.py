@@ -60,7 +60,7 @@ class ChoiceParser:
       make_call_id: gives each call its id.
       count_tokens: of a text.
       max_calls: calls behind these are dropped; None is no limit.
-      reasoning_end_ids: the tokens that end the reasoning, where those are known.
+      reasoning_end_id: the token that ends the reasoning, where it is always one.
 
     Attributes:
       has_tool_calls: whether a call has begun.
@@ -73,13 +73,13 @@ class ChoiceParser:
         make_call_id: Callable[[], str],
         count_tokens: Callable[[str], int],
         max_calls: int | None = None,
-        reasoning_end_ids: frozenset[int] = frozenset(),
+        reasoning_end_id: int | None = None,
     ):
         self._parser = parser
         self._make_call_id = make_call_id
         self._count_tokens = count_tokens
         self._max_calls = max_calls
-        self._reasoning_end_ids = reasoning_end_ids
+        self._reasoning_end_id = reasoning_end_id
         self._num_tokens_to_end = 0
         self._is_ended = False
         self._reasoning_texts: list[str] = []
@@ -90,13 +90,13 @@ class ChoiceParser:
         """Tokens of the reasoning so far; of its markers too, where those are tokens."""
         if not self._reasoning_texts:
             return 0
-        if self._reasoning_end_ids:
+        if self._reasoning_end_id is not None:
             return self._num_tokens_to_end
         return self._count_tokens("".join(self._reasoning_texts))
 
     def feed(self, text: str, token_ids: Sequence[int]) -> Delta:
         """What the next piece of the text says for sure. token_ids: the tokens of the piece."""
-        if self._reasoning_end_ids and not self._is_ended:
+        if self._reasoning_end_id is not None and not self._is_ended:
             self._count_to_end(token_ids)
         return self._delta(self._parser.feed(text))
 
@@ -107,7 +107,7 @@ class ChoiceParser:
     def _count_to_end(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             self._num_tokens_to_end += 1
-            if token_id in self._reasoning_end_ids:
+            if token_id == self._reasoning_end_id:
                 self._is_ended = True
                 return
 

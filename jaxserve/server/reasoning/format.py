@@ -25,11 +25,13 @@ class ReasoningFormat:
     before_answer: from the same, the Lark rules of what precedes the answer, the first of them
       `before`. None: a grammar of the answer needs nothing before it.
     needs_special_tokens: the text must have its special tokens.
+    end: what always ends the reasoning; "": there are several ways.
     """
 
     make_parser: Callable[[str], ReasoningParser]
     before_answer: Callable[[str], str] | None = None
     needs_special_tokens: bool = False
+    end: str = ""
 
     def __call__(self, prompt_tail: str) -> ReasoningParser:
         """A parser of one answer."""

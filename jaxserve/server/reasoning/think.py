@@ -52,13 +52,17 @@ def _before_answer(inside: bool) -> str:
 DEEPSEEK_R1 = ReasoningFormat(
     lambda tail: parser_of(between(_START, _END), _is_open_unless_closed(tail)),
     lambda tail: _before_answer(_is_open_unless_closed(tail)),
+    end=_END,
 )
 # The prompt or the answer opens the reasoning, or there is none.
 QWEN3 = ReasoningFormat(
     lambda tail: parser_of(between(_START, _END), is_opened(tail)),
     lambda tail: _before_answer(is_opened(tail)),
+    end=_END,
 )
 # The tags are special tokens, which a grammar cannot ask for by their text.
 MISTRAL = ReasoningFormat(
-    lambda tail: parser_of(between("[THINK]", "[/THINK]"), False), needs_special_tokens=True
+    lambda tail: parser_of(between("[THINK]", "[/THINK]"), False),
+    needs_special_tokens=True,
+    end="[/THINK]",
 )

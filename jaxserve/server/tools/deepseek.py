@@ -4,6 +4,7 @@ V3 writes the kind of tool, the name behind a separator and the arguments in a f
 the name and, behind the separator, the arguments.
 """
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -103,5 +104,11 @@ def _is_readable(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME_CHARS and all(map(_NAME.match, name))
 
 
-V3_FORMAT = ToolFormat(_steps, _lark_v3, needs_special_tokens=True)
-V31_FORMAT = ToolFormat(_steps, _lark_v31, needs_special_tokens=True)
+V3_FORMAT = ToolFormat(
+    _steps,
+    _lark_v3,
+    needs_special_tokens=True,
+    marker=CALLS_BEGIN,
+    other_markers=(_CALL_BEGIN,),
+)
+V31_FORMAT = dataclasses.replace(V3_FORMAT, lark=_lark_v31)

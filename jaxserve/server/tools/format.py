@@ -30,12 +30,19 @@ class ToolFormat:
       is read as valid calls. None: these tools cannot be called in this format.
     needs_special_tokens: the text must have its special tokens.
     reads_reasoning: the text goes to this parser with its reasoning, which it finds too.
+    marker: what stands before the first call, in the grammar or as a special token before it; "":
+      calls are the whole answer.
+    other_markers: those that are read, and no grammar writes.
+    may_be_bare: a list of calls is read without any marker, too.
     """
 
     steps: Steps
     lark: Callable[[Sequence[FunctionTool], bool], str | None]
     needs_special_tokens: bool = False
     reads_reasoning: bool = False
+    marker: str = ""
+    other_markers: tuple[str, ...] = ()
+    may_be_bare: bool = False
 
     def make_parser(self, tools: Sequence[FunctionTool]) -> ToolParser:
         """A parser for one answer."""

@@ -29,5 +29,8 @@ FORMAT = ToolFormat(
     marked_calls("<|tool_call|>", "<tool_call>", ends=("</tool_call>",), may_be_bare=True),
     _lark,
     needs_special_tokens=True,
+    marker="<|tool_call|>",
+    other_markers=("<tool_call>",),
+    may_be_bare=True,
 )
-FORMAT_20B = ToolFormat(marked_calls(_FUNCTION_CALL), _lark_20b)
+FORMAT_20B = ToolFormat(marked_calls(_FUNCTION_CALL), _lark_20b, marker=_FUNCTION_CALL)

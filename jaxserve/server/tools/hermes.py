@@ -16,4 +16,4 @@ def _lark(tools: Sequence[FunctionTool], parallel: bool) -> str:
     return calls_grammar(tools, call, between="\n", parallel=parallel)
 
 
-FORMAT = ToolFormat(marked_calls(_START, ends=(_END,)), _lark)
+FORMAT = ToolFormat(marked_calls(_START, ends=(_END,)), _lark, marker=_START)

@@ -22,4 +22,4 @@ def _lark(tools: Sequence[FunctionTool], parallel: bool) -> str:
     )
 
 
-FORMAT = ToolFormat(marked_calls(_START, ends=(_END,)), _lark)
+FORMAT = ToolFormat(marked_calls(_START, ends=(_END,)), _lark, marker=_START)

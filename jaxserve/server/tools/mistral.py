@@ -61,4 +61,4 @@ def _lark(tools: Sequence[FunctionTool], parallel: bool) -> str:
     return calls_grammar(tools, call, first="[", between=", ", last="]", parallel=parallel)
 
 
-FORMAT = ToolFormat(_steps, _lark, needs_special_tokens=True)
+FORMAT = ToolFormat(_steps, _lark, needs_special_tokens=True, marker=_START, may_be_bare=True)

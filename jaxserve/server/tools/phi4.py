@@ -19,5 +19,9 @@ def _lark(tools: Sequence[FunctionTool], parallel: bool) -> str:
 
 
 FORMAT = ToolFormat(
-    marked_calls("functools", "<|tool_call|>", ends=("<|/tool_call|>",), may_be_bare=True), _lark
+    marked_calls("functools", "<|tool_call|>", ends=("<|/tool_call|>",), may_be_bare=True),
+    _lark,
+    marker="functools",
+    other_markers=("<|tool_call|>",),
+    may_be_bare=True,
 )

@@ -139,4 +139,4 @@ def _arguments_rules(tool: FunctionTool, prefix: str) -> list[str] | None:
 
 
 FORMAT = ToolFormat(_steps, _lark)
-OLMO_FORMAT = ToolFormat(_olmo_steps, _olmo_lark)
+OLMO_FORMAT = ToolFormat(_olmo_steps, _olmo_lark, marker=_OLMO_START)

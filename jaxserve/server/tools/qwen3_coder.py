@@ -137,4 +137,4 @@ def _is_readable(name: str) -> bool:
     return re.fullmatch(r"[^<>\s]([^<>\n]{0,254}[^<>\s])?", name) is not None
 
 
-FORMAT = ToolFormat(_steps, _lark)
+FORMAT = ToolFormat(_steps, _lark, marker=_CALL, other_markers=(_FUNCTION,))
