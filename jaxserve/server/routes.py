@@ -38,6 +38,7 @@ from jaxserve.server.protocol.tokenize import (
     DetokenizedText,
     DetokenizeRequest,
     TokenizeRequest,
+    TokenizerInfo,
     Tokens,
 )
 from jaxserve.server.responses.handlers import Responses
@@ -184,6 +185,14 @@ ROUTES: tuple[Route, ...] = (
         request=DetokenizeRequest,
         response=DetokenizedText,
         errors=(404,),
+    ),
+    Route(
+        method="GET",
+        path="/tokenizer_info",
+        surface=Tokenization,
+        handler=Tokenization.info,
+        summary="The special tokens and the chat template.",
+        response=TokenizerInfo,
     ),
     Route(
         method="GET",

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the served model's tokenizer and chat template."""
+"""/tokenize, /detokenize, /tokenizer_info: the served model's tokenizer and chat template."""
 
 from starlette.types import Receive, Scope, Send
 
@@ -11,6 +11,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.tokenize import (
     DetokenizedText,
     TokenizeRequest,
+    TokenizerInfo,
     Tokens,
     decode_detokenize_request,
     decode_tokenize_request,
@@ -93,3 +94,16 @@ class Tokenization:
             lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)
         )
         await send_json(send, DetokenizedText(text))
+
+    async def info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /tokenizer_info: what a client needs to know that tokenizes with the other two."""
+        tokenizer = self._context.renderer.tokenizer
+        special = tokenizer.special_tokens
+        info = TokenizerInfo(
+            bos_token=special.get("bos_token"),
+            eos_token=special.get("eos_token"),
+            pad_token=special.get("pad_token"),
+            unk_token=special.get("unk_token"),
+            chat_template=tokenizer.chat_template,
+        )
+        await send_json(send, info)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from typing import Any
 
@@ -91,5 +91,17 @@ def test_bad_requests(path: str, body: dict, status: int, param: str) -> None:
         response = await server.client.post(path, json=body)
         assert response.status_code == status
         assert response.json()["error"]["param"].startswith(param)
+
+    run(test)
+
+
+def test_the_tokenizer() -> None:
+    async def test(server: FakeServer) -> None:
+        found = (await server.client.get("/tokenizer_info")).json()
+        tokenizer = server.context.renderer.tokenizer
+        assert found["eos_token"] == tokenizer.special_tokens["eos_token"]
+        assert found["bos_token"] == tokenizer.special_tokens.get("bos_token")
+        assert found["chat_template"] == tokenizer.chat_template is not None
+        assert set(found) == {"bos_token", "eos_token", "pad_token", "unk_token", "chat_template"}
 
     run(test)

@@ -81,5 +81,15 @@ class DetokenizedText(Struct, frozen=True):
     prompt: str
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """The answer of GET /tokenizer_info. chat_template: of chats without tools."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
 decode_tokenize_request = BodyDecoder(TokenizeRequest, UNSUPPORTED_BY_ALL)
 decode_detokenize_request = BodyDecoder(DetokenizeRequest, UNSUPPORTED_BY_ALL)
