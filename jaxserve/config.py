@@ -68,6 +68,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Meta(description="What /v1/embeddings makes of a prompt's hidden states by default."),
     ] = "last"
     info: ModelInfo | None = None
+    # (name, number of arguments) of each installed one; the worker finds them.
+    logits_processors: tuple[tuple[str, int], ...] | None = None
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from tqdm import tqdm
@@ -18,7 +18,10 @@ from jaxserve.messages import EngineCoreOutputs
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat_settings import make_chat_settings
+from jaxserve.server.embeddings import pooled_vector
+from jaxserve.server.logprobs import LogprobsWriter
 from jaxserve.server.protocol.chat import ChatMessage
+from jaxserve.server.protocol.logprobs import PromptLogprob
 from jaxserve.server.renderer import render_chat, render_prompts
 
 # Fields that only matter to clients of a server.
@@ -32,31 +35,49 @@ _SERVE_ONLY = {
 }
 
 type Message = Mapping[str, Any]
+type Prompts = str | Sequence[str] | Sequence[int] | Sequence[list[int]]
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):
-    """One choice. finish_reason: "stop" or "length". stop_reason: the stop string or the requested
-    stop token id that ended it, else None."""
+    """One choice.
+
+    finish_reason: "stop" or "length".
+    stop_reason: the stop string or the requested stop token id that ended it, else None.
+    logprobs: if asked for, for each token itself and the others, by token id.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None
+    logprobs: list[dict[int, PromptLogprob]] | None = None
 
 
 class GenerationOutput(msgspec.Struct, frozen=True):
-    """What became of one prompt. outputs: its choices, SamplingParams.n of them."""
+    """What became of one prompt.
+
+    outputs: its choices, SamplingParams.n of them.
+    prompt_logprobs: if asked for, as `logprobs`, but None for the first token.
+    """
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
     @property
     def text(self) -> str:
         """The first choice's text."""
         return self.outputs[0].text
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True):
+    """The vector of one prompt."""
+
+    prompt_token_ids: list[int]
+    embedding: list[float]
 
 
 class LLM:
@@ -87,8 +108,9 @@ class LLM:
         self._client = InProcClient(config)
         self.config: EngineConfig = self._client.start()
         self._input_processor = InputProcessor(self.config, self.tokenizer)
+        self._detokenizers = DetokenizerFactory(self.tokenizer.backend)
         self._output_processor = OutputProcessor(
-            DetokenizerFactory(self.tokenizer.backend),
+            self._detokenizers,
             ServerMetrics(self.config.model.served_model_name),
             self.config.info.eos_token_ids,
         )
@@ -105,7 +127,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[list[int]],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
@@ -118,17 +140,53 @@ class LLM:
           RequestError: a prompt or an option is not valid.
           EngineDeadError: the engine failed.
         """
-        if not isinstance(prompts, str):
-            prompts = list(prompts)  # pyright: ignore[reportAssignmentType]
-        rendered = list(
-            render_prompts(
-                self.tokenizer,
-                prompts,  # pyright: ignore[reportArgumentType]
-                add_special_tokens=True,
-                max_model_len=self.config.model.max_model_len,
-            )
-        )
+        rendered = self._render(prompts)
         return self._generate(rendered, sampling_params, COMPLETION_MAX_TOKENS, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        pooling: Literal["last", "mean", "cls"] | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The vector of each prompt, made of its hidden states.
+
+        pooling: None is the config's.  dimensions: only so many first numbers, cut before the
+        vector is normalized.
+
+        Raises:
+          RequestError: a prompt or an option is not valid.
+          EngineDeadError: the engine failed.
+        """
+        hidden_size = self.config.info.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+            raise RequestError(
+                f"dimensions must be between 1 and {hidden_size} for this model.",
+                param="dimensions",
+            )
+        kind = self.config.model.pooling if pooling is None else pooling
+        if kind not in ("last", "mean", "cls"):
+            raise RequestError(f"pooling must be last, mean or cls, got {kind!r}.", param="pooling")
+        now_s = time.time()
+        sequences = [
+            [
+                self._input_processor.process_pooling(
+                    token_ids, kind, arrival_time_s=now_s, prompt_param=path
+                )
+            ]
+            for token_ids, path in self._render(prompts)
+        ]
+        collected = self._run_with_progress(sequences, use_tqdm)
+        return [
+            EmbeddingOutput(
+                sequence.core.prompt_token_ids,
+                pooled_vector(output, dimensions or hidden_size, normalize=normalize).tolist(),
+            )
+            for (sequence,), (output,) in zip(sequences, collected, strict=True)
+        ]
 
     def chat(
         self,
@@ -169,6 +227,19 @@ class LLM:
         """Forgets every cached prompt beginning."""
         return bool(self._client.call("reset_prefix_cache"))
 
+    def _render(self, prompts: Prompts) -> list[tuple[list[int], str]]:
+        """Token ids of each prompt, and its path."""
+        if not isinstance(prompts, str):
+            prompts = list(prompts)  # pyright: ignore[reportAssignmentType]
+        return list(
+            render_prompts(
+                self.tokenizer,
+                prompts,  # pyright: ignore[reportArgumentType]
+                add_special_tokens=True,
+                max_model_len=None,  # a caller may wait for what a server may not
+            )
+        )
+
     def _generate(
         self,
         prompts: list[tuple[list[int], str]],
@@ -195,16 +266,41 @@ class LLM:
             )
             for (token_ids, path), prompt_params in zip(prompts, params, strict=True)
         ]
-        with tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as progress:
-            collected = self._run(sequences, progress.update, progress.set_postfix_str)
+        collected = self._run_with_progress(sequences, use_tqdm)
         return [
-            GenerationOutput(
-                prompt_token_ids=token_ids,
-                outputs=[_completion(output) for output in outputs],
-                num_cached_tokens=outputs[0].num_cached_tokens,
-            )
-            for (token_ids, _), outputs in zip(prompts, collected, strict=True)
+            self._output(choices[0].core.prompt_token_ids, prompt_params, outputs)
+            for choices, prompt_params, outputs in zip(sequences, params, collected, strict=True)
         ]
+
+    def _output(
+        self, prompt_token_ids: list[int], params: SamplingParams, outputs: list[RequestOutput]
+    ) -> GenerationOutput:
+        writer = LogprobsWriter(self._detokenizers, params, as_ids=False)
+        pieces = outputs[0].prompt_logprobs
+        return GenerationOutput(
+            prompt_token_ids=prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    index=output.index,
+                    text=output.text,
+                    token_ids=output.token_ids,
+                    finish_reason=str(output.finish_reason),
+                    stop_reason=output.stop_reason,
+                    logprobs=None
+                    if output.logprobs is None
+                    else writer.ranked(output.token_ids, output.logprobs, chosen=True),
+                )
+                for output in outputs
+            ],
+            num_cached_tokens=outputs[0].num_cached_tokens,
+            prompt_logprobs=None if pieces is None else writer.prompt(prompt_token_ids, pieces),
+        )
+
+    def _run_with_progress(
+        self, sequences: list[list[SequenceRequest]], use_tqdm: bool
+    ) -> list[list[RequestOutput]]:
+        with tqdm(total=len(sequences), unit="prompt", disable=not use_tqdm) as progress:
+            return self._run(sequences, progress.update, progress.set_postfix_str)
 
     def _run(
         self,
@@ -255,16 +351,6 @@ class _Collector:
 
     def fail(self, error: Exception) -> None:
         raise AssertionError(f"nobody fails offline sequences: {error!r}")
-
-
-def _completion(output: RequestOutput) -> CompletionOutput:
-    return CompletionOutput(
-        index=output.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        finish_reason=str(output.finish_reason),
-        stop_reason=output.stop_reason,
-    )
 
 
 def _checked_messages(messages: object) -> list[ChatMessage]:

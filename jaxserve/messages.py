@@ -17,6 +17,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LEN = 8
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LOGITS_PROCESSORS = 8
 MAX_PROCESSOR_ARGS = 4
 
 
@@ -47,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     allowed_token_ids: nothing else can be sampled; None is everything.
     bad_words: token sequences that the output never completes; at most MAX_BAD_WORDS, each of 1 to
         MAX_BAD_WORD_LEN tokens.
-    logits_processors: (name of an installed processor, its arguments), in order of application.
+    logits_processors: (name of an installed processor, its arguments), in order of application; at
+        most MAX_LOGITS_PROCESSORS.
     logprobs: how many of the likeliest tokens are reported with each output token, whose own
         log-probability is reported too; None is none at all, -1 is the whole vocabulary.
         Log-probabilities are those of the model's own logits, before any option changes them.

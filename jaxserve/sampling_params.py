@@ -6,7 +6,12 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import RequestError
-from jaxserve.messages import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_PROCESSOR_ARGS
+from jaxserve.messages import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGITS_PROCESSORS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_PROCESSOR_ARGS,
+)
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -36,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: what is added to a token's logit, -100 to 100, by token id.
     allowed_token_ids: nothing else is sampled; None is everything.
     bad_words: texts that the output does not get, at its start or within it.
-    logits_processors: names of installed processors, or (name, up to 4 numbers) pairs.
+    logits_processors: up to 8 names of installed processors, or (name, its numbers) pairs.
     logprobs: how many of the likeliest tokens are reported with each output token and its own
         log-probability; None is none at all, -1 is the whole vocabulary.
     logprob_token_ids: tokens whose log-probabilities are reported with each output token, in place
@@ -139,6 +144,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 )
         _check_bad_words(self.bad_words)
         _check_list("logits_processors", self.logits_processors)
+        if len(self.logits_processors) > MAX_LOGITS_PROCESSORS:
+            raise RequestError(
+                f"logits_processors takes up to {MAX_LOGITS_PROCESSORS}, got "
+                f"{len(self.logits_processors)}.",
+                param="logits_processors",
+            )
         for i, processor in enumerate(self.logits_processors):
             _check_processor(f"logits_processors[{i}]", processor)
 

@@ -124,7 +124,11 @@ def fake_logprob(context_len: int, token_id: int) -> float:
 
 
 def fake_logprobs(
-    context_len: int, token_ids: list[int], num_top: int, chosen_ids: tuple[int, ...] = ()
+    context_len: int,
+    token_ids: list[int],
+    num_top: int,
+    chosen_ids: tuple[int, ...] = (),
+    vocab_size: int = VOCAB_SIZE,
 ) -> TokenLogprobs:
     """What the engine reports for `token_ids` behind `context_len` tokens, as float32 arrays.
 
@@ -132,13 +136,13 @@ def fake_logprobs(
     """
     rows, ranks, tops = [], [], []
     for place, token_id in enumerate(token_ids, context_len):
-        by_id = [fake_logprob(place, i) for i in range(VOCAB_SIZE)]
+        by_id = [fake_logprob(place, i) for i in range(vocab_size)]
         by_id[13] = -np.inf
-        best = sorted(range(VOCAB_SIZE), key=lambda i: (-by_id[i], i))
+        best = sorted(range(vocab_size), key=lambda i: (-by_id[i], i))
         rows.append(by_id)
         ranks.append(best.index(token_id) + 1)
-        tops.append(best[: VOCAB_SIZE if num_top == -1 else num_top])
-    table = np.array(rows, "<f4").reshape(len(token_ids), VOCAB_SIZE)
+        tops.append(best[: vocab_size if num_top == -1 else num_top])
+    table = np.array(rows, "<f4").reshape(len(token_ids), vocab_size)
     top_ids = np.array(tops, "<i4").reshape(len(token_ids), -1)
     places = np.arange(len(token_ids))
     return TokenLogprobs(

@@ -3,15 +3,20 @@
 import asyncio
 import functools
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import jaxserve
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.core_client import InProcClient
 from jaxserve.errors import EngineDeadError, RequestError, UserError
+from jaxserve.messages import ModelRunnerOutput, RowExtras, TokenLogprobs
 from tests.conftest import ROOT
 from tests.fakes import FakeWorker, fake_next_token
+from tests.fakes_engine import fake_logprob, fake_logprobs
 
 VOCAB_SIZE = 320
 TINY_LLAMA = str(ROOT / "tests" / "goldens" / "tiny_llama")
@@ -34,8 +39,8 @@ def next_token(token_ids: list[int]) -> int:
 class SmallWorker(FakeWorker):
     """Samples from tiny_llama's vocabulary, without its special tokens."""
 
-    def _run_row(self, row_idx: int, num_tokens: int) -> int | None:
-        if super()._run_row(row_idx, num_tokens) is None:
+    def _run_row(self, row_idx: int, num_tokens: int, mask: np.ndarray | None) -> int | None:
+        if super()._run_row(row_idx, num_tokens, mask) is None:
             return None
         token_ids = self.rows[row_idx].token_ids
         token_ids[-1] = next_token(token_ids[:-1])
@@ -49,6 +54,34 @@ class DyingWorker(SmallWorker):
         if self.num_steps == 1:
             raise RuntimeError("out of device memory")
         super().execute(plan)
+
+
+class ScoringWorker(SmallWorker):
+    """Reports the log-probabilities of tests/fakes_engine.py, as if nothing came before."""
+
+    def collect(self) -> ModelRunnerOutput:
+        result = super().collect()
+        extras = [self._scored(extra) for extra in result.extras]
+        return msgspec.structs.replace(result, extras=extras)
+
+    def _scored(self, extra: RowExtras) -> RowExtras:
+        sampling = self.rows[extra.row].sampling
+        chosen = sampling.logprob_token_ids
+        return msgspec.structs.replace(
+            extra,
+            logprobs=_scores(extra.logprobs, sampling.logprobs, chosen),
+            prompt_logprobs=_scores(extra.prompt_logprobs, sampling.prompt_logprobs, ()),
+        )
+
+
+def _scores(
+    piece: TokenLogprobs | None, num_top: int | None, chosen: tuple[int, ...]
+) -> TokenLogprobs | None:
+    """FakeWorker writes the tokens in place of their ranks."""
+    if piece is None:
+        return None
+    token_ids = np.frombuffer(piece.ranks, "<i4").tolist()
+    return fake_logprobs(0, token_ids, num_top or 0, chosen, VOCAB_SIZE)
 
 
 def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
@@ -82,6 +115,68 @@ def test_texts_and_token_ids(llm: LLM) -> None:
         assert choice.text == llm.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
         assert (choice.finish_reason, choice.stop_reason, choice.index) == ("length", None, 0)
         assert result.text == choice.text
+
+
+def test_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(3, 100))  # computed in two steps
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=0, n=2)
+    with make_llm(monkeypatch, ScoringWorker) as llm:
+        (result,) = llm.generate(prompt, params, use_tqdm=False)
+        assert result.prompt_logprobs is not None
+        assert result.prompt_logprobs[0] is None
+        for place, (token_id, entry) in enumerate(
+            zip(prompt[1:], result.prompt_logprobs[1:], strict=True)
+        ):
+            assert entry is not None and list(entry) == [token_id]
+            # The second step starts anew, 64 tokens on.
+            logprob = fake_logprob(place % 64, token_id) if token_id != 13 else -9999.0
+            assert entry[token_id].logprob == logprob
+        for choice in result.outputs:
+            assert choice.logprobs is not None
+            for token_id, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+                assert entry[token_id].logprob == fake_logprob(0, token_id)
+                likeliest = [e for e in entry.values() if e.rank in (1, 2)]
+                assert [e.logprob for e in likeliest] == [0.0, 0.0]
+        chosen = SamplingParams(max_tokens=1, logprob_token_ids=[5])
+        (entry,) = llm.generate([3], chosen, use_tqdm=False)[0].outputs[0].logprobs or [{}]
+        assert (entry[5].logprob, entry[5].rank) == (fake_logprob(0, 5), None)
+
+
+def test_nobody_asked_for_log_probabilities(llm: LLM) -> None:
+    (result,) = llm.generate([5, 6], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert result.prompt_logprobs is None
+    assert result.outputs[0].logprobs is None
+
+
+def test_only_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm(monkeypatch, ScoringWorker) as llm:
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        (result,) = llm.generate([5, 6], params, use_tqdm=False)
+        assert (result.text, result.outputs[0].token_ids) == ("", [])
+        assert len(result.prompt_logprobs or ()) == 2
+
+
+def test_truncation(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, truncate_prompt_tokens=3)
+    (result,) = llm.generate(list(range(3, 300)) * 3, params, use_tqdm=False)
+    assert result.prompt_token_ids == [297, 298, 299]
+    assert result.outputs[0].token_ids == expected_tokens([297, 298, 299], 2)
+
+
+def test_embeddings(llm: LLM) -> None:
+    """The fake's vector is the sum of the prompt's tokens."""
+    results = llm.embed([[5, 6], [7]], normalize=False, use_tqdm=False)
+    assert [result.embedding for result in results] == [[11.0], [7.0]]
+    assert [result.prompt_token_ids for result in results] == [[5, 6], [7]]
+    assert llm.embed([5, 6], use_tqdm=False)[0].embedding == [1.0]
+    wrong: list[dict[str, Any]] = [{"dimensions": 0}, {"dimensions": 999}, {"pooling": "max"}]
+    for options in wrong:
+        (param,) = options
+        with pytest.raises(RequestError) as caught:
+            llm.embed([5], **options)
+        assert caught.value.param == param
+    with pytest.raises(RequestError):
+        llm.embed([[1] * 600])
 
 
 def test_many_prompts_with_params_of_their_own(llm: LLM) -> None:

@@ -1,6 +1,5 @@
 """Checks a prompt and its options against every limit and builds the engine core's requests."""
 
-import importlib.metadata
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from jaxserve.messages import SamplingParams as CoreSamplingParams
 from jaxserve.sampling_params import SamplingParams, shorten
 
 COMPLETION_MAX_TOKENS = 16
-LOGITS_PROCESSORS_GROUP = "jaxserve.logits_processors"
 _SEED_MASK = 2**64 - 1
 
 
@@ -50,6 +48,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._max_model_len = config.model.max_model_len
         self._max_logprobs = config.model.max_logprobs
+        self._num_processor_args = dict(config.model.logits_processors or ())
         self._vocab_size = config.info.vocab_size
         self._eos_token_ids = config.info.eos_token_ids
         self._is_priority_policy = config.scheduler.scheduling_policy == "priority"
@@ -210,7 +209,7 @@ class InputProcessor:
             logit_bias=self._logit_bias(params.logit_bias),
             allowed_token_ids=self._known_ids("allowed_token_ids", params.allowed_token_ids),
             bad_words=self._bad_words(params.bad_words),
-            logits_processors=_installed(params.processors),
+            logits_processors=self._installed(params.processors),
             logprobs=self._num_logprobs("logprobs", logprobs),
             logprob_token_ids=self._known_ids("logprob_token_ids", params.logprob_token_ids) or (),
             prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
@@ -312,21 +311,24 @@ class InputProcessor:
             )
         return wanted
 
-
-def _installed(
-    processors: tuple[tuple[str, tuple[float, ...]], ...],
-) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    """The same processors; RequestError when one is not installed."""
-    if processors:
-        names = importlib.metadata.entry_points(group=LOGITS_PROCESSORS_GROUP).names
-        for i, (name, _) in enumerate(processors):
-            if name not in names:
+    def _installed(
+        self, processors: tuple[tuple[str, tuple[float, ...]], ...]
+    ) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        """The same processors, each checked."""
+        known = self._num_processor_args
+        for i, (name, args) in enumerate(processors):
+            param = f"logits_processors[{i}]"
+            if name not in known:
                 raise RequestError(
-                    f"logits_processors[{i}]: {name[:100]!r} is not installed here; there is "
-                    f"{', '.join(sorted(names)) or 'none'}.",
-                    param=f"logits_processors[{i}]",
+                    f"{param}: {name[:100]!r} is not installed here; there is "
+                    f"{', '.join(sorted(known)) or 'none'}.",
+                    param=param,
                 )
-    return processors
+            if len(args) != known[name]:
+                raise RequestError(
+                    f"{param}: {name} takes {known[name]} arguments, got {len(args)}.", param=param
+                )
+        return processors
 
 
 def _with_seeds(sampling: CoreSamplingParams, n: int) -> Iterator[CoreSamplingParams]:

@@ -123,13 +123,23 @@ class LogprobsWriter:
         self, prompt_token_ids: Sequence[int], pieces: Sequence[TokenLogprobs]
     ) -> PromptLogprobs:
         """`prompt_logprobs`: null, then for each token itself and the likeliest, by token id."""
-        entries: PromptLogprobs = [None]
-        for score in scores(pieces, prompt_token_ids[1:]):
+        return [None, *self.ranked(prompt_token_ids[1:], pieces)]
+
+    def ranked(
+        self, token_ids: Sequence[int], pieces: Sequence[TokenLogprobs], *, chosen: bool = False
+    ) -> list[dict[int, PromptLogprob]]:
+        """For each token itself, then the others, by token id.
+
+        chosen: the others are the request's logprob_token_ids, whose ranks nobody knows.
+        """
+        entries = []
+        for score in scores(pieces, token_ids, self._chosen_ids if chosen else ()):
             own = PromptLogprob(score.logprob, score.rank, self._text(score.token_id))
             entry = {score.token_id: own}
             for rank, (token_id, logprob) in enumerate(score.others, 1):
                 if token_id not in entry:
-                    entry[token_id] = PromptLogprob(logprob, rank, self._text(token_id))
+                    known = None if chosen and self._chosen_ids else rank
+                    entry[token_id] = PromptLogprob(logprob, known, self._text(token_id))
             entries.append(entry)
         return entries
 

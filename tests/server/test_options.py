@@ -1,7 +1,6 @@
 """Every option of a request reaches what it is for: the engine's parameters, or the answer."""
 
 import asyncio
-import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,15 +26,7 @@ def run(test: Callable[[FakeServer], Awaitable[None]], *args: Any, **config: obj
     asyncio.run(main())
 
 
-class FakeEntryPoints:
-    """Stands for what is installed."""
-
-    names = frozenset(("halve",))
-
-    def __call__(self, *, group: str) -> "FakeEntryPoints":
-        assert group == "jaxserve.logits_processors"
-        return self
-
+PROCESSORS = (("halve", 0), ("scale", 2))
 
 # A value of each option, and the engine's parameters that it changes.
 REACH_THE_ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -55,8 +46,8 @@ REACH_THE_ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
     "allowed_token_ids": ([9, 8, 9], {"allowed_token_ids": (9, 8)}),
     "bad_words": (["ab"], {"bad_words": ((97, 98),)}),
     "logits_processors": (
-        ["halve", {"qualname": "halve", "args": [2, 0.5]}],
-        {"logits_processors": (("halve", ()), ("halve", (2.0, 0.5)))},
+        ["halve", {"qualname": "scale", "args": [2, 0.5]}],
+        {"logits_processors": (("halve", ()), ("scale", (2.0, 0.5)))},
     ),
     "logprob_token_ids": ([4, 2], {"logprob_token_ids": (4, 2), "logprobs": 0}),
     "logprobs": (5, {"logprobs": 5}),
@@ -80,9 +71,8 @@ def test_every_option_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REACH_THE_ENGINE))
-def test_an_option_reaches_the_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_reaches_the_engine(name: str) -> None:
     """It, and nothing else, changes what the engine gets."""
-    monkeypatch.setattr(importlib.metadata, "entry_points", FakeEntryPoints())
     value, expected = REACH_THE_ENGINE[name]
 
     async def test(server: FakeServer) -> None:
@@ -98,12 +88,10 @@ def test_an_option_reaches_the_engine(name: str, monkeypatch: pytest.MonkeyPatch
         }
         assert changed == expected
 
-    run(test, LONG)
+    run(test, LONG, logits_processors=PROCESSORS)
 
 
-def test_a_request_with_every_option_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "entry_points", FakeEntryPoints())
-
+def test_a_request_with_every_option_is_one_request() -> None:
     async def test(server: FakeServer) -> None:
         options = {name: value for name, (value, _) in REACH_THE_ENGINE.items()}
         response = await server.post(COMPLETIONS, prompt=HI_THERE, **options)
@@ -111,7 +99,26 @@ def test_a_request_with_every_option_is_one_request(monkeypatch: pytest.MonkeyPa
         sampling = server.core.requests[0].sampling
         assert sampling.logit_bias and sampling.bad_words and sampling.prompt_logprobs == 4
 
-    run(test, LONG)
+    run(test, LONG, logits_processors=PROCESSORS)
+
+
+@pytest.mark.parametrize(
+    ("processors", "param", "text"),
+    (
+        (["other"], "logits_processors[0]", "there is halve, scale"),
+        (["halve", "scale"], "logits_processors[1]", "takes 2 arguments, got 0"),
+        ([{"qualname": "halve", "args": [1]}], "logits_processors[0]", "takes 0 arguments, got 1"),
+        (["halve"] * 9, "logits_processors", "up to 8"),
+    ),
+)
+def test_a_logits_processor_must_fit(processors: list, param: str, text: str) -> None:
+    async def test(server: FakeServer) -> None:
+        response = await server.post(COMPLETIONS, prompt="x", logits_processors=processors)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert text in error["message"]
+
+    run(test, logits_processors=PROCESSORS)
 
 
 def test_neutral_values_change_nothing() -> None:

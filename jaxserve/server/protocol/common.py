@@ -32,7 +32,8 @@ class LogitsProcessorReference(Struct, frozen=True, kw_only=True):
 
     qualname: Annotated[str, doc("Name of an entry point in the group jaxserve.logits_processors.")]
     args: Annotated[
-        list[float] | None, doc("Up to 4 numbers.", default="none", error="more than 4")
+        list[float] | None,
+        doc("Numbers, as many as it takes.", default="none", error="more or fewer"),
     ] = None
     kwargs: Annotated[
         dict[str, Any] | None, doc("Not taken.", default="none", error="not empty")
@@ -181,7 +182,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         doc(
             "Installed logits processors to apply, in this order: a name, or qualname and args.",
             default="none",
-            error="not installed on the server",
+            error="not installed on the server, another number of arguments, or over 8",
         ),
     ] = None
     logprob_token_ids: Annotated[

@@ -46,10 +46,10 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class PromptLogprob(Struct, frozen=True):
-    """A token that is or could be at one place of the prompt. rank: 1 for the likeliest."""
+    """A token that is or could be at one place. rank: 1 for the likeliest; null if unknown."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 
