@@ -276,7 +276,7 @@ def test_links_lead_somewhere(page):
 
 def test_quoted_code_is_the_code():
     text = PAGES["docs/architecture.md"]
-    assert text.count("```python") == 3
+    assert text.count("```python") == 4
     assert wrong_quotes(text) == []
 
 
