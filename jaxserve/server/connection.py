@@ -17,6 +17,7 @@ from jaxserve.server.http import encode_json, error_body
 MAX_HEAD_BYTES = 65_536
 _CONNECTION_GRACE_S = 1
 _KEEP_ALIVE_S = 60
+_LINGER_S = 1.0  # how long a client that was refused may take to read why
 _UPGRADE_HEADER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
@@ -34,6 +35,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._in_body = False
         self._head_len = 0
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,7 +46,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         if self._timer is None:
             self._restart_timer()
@@ -100,8 +102,10 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answers, unless another answer has begun, and closes."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
+        self._is_refused = True
+        self._stop_timer()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = encode_json(error_body(status, message))
             self.transport.write(
@@ -110,7 +114,15 @@ class Connection(HttpToolsProtocol):
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the app must not write any more
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():
+            # To close with bytes unread would reset the connection, and lose the answer.
+            self.transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
 
 class HttpServer(uvicorn.Server):

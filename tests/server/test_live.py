@@ -1,97 +1,18 @@
 """Over real sockets: the openai SDK, disconnects, slow readers, death and shutdown mid-stream."""
 
 import asyncio
-import contextlib
 import json
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from jaxserve.messages import EngineCoreRequest
-from jaxserve.server.app import build_app
-from jaxserve.server.connection import HttpServer
-from tests.fakes_engine import (
-    MODEL,
-    FakeCoreClient,
-    ServerContext,
-    echoes,
-    make_config,
-    make_context,
-    says,
-)
+from tests.fakes_engine import MODEL, says
+from tests.server.live import Live, live_server, run
 
 HI: Any = [{"role": "user", "content": "hi"}]
-
-
-class Live:
-    """A server on a port of its own."""
-
-    def __init__(self, core: FakeCoreClient, context: ServerContext, port: int):
-        self.core = core
-        self.context = context
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        self.writers: list[asyncio.StreamWriter] = []
-
-    async def connect(
-        self, path: str, **body: object
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Sends a request; the caller reads the response as it comes."""
-        data = json.dumps({"model": MODEL} | body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        self.writers.append(writer)
-        writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n" % path.encode())
-        writer.write(b"content-length: %d\r\n\r\n" % len(data) + data)
-        await writer.drain()
-        return reader, writer
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-@contextlib.asynccontextmanager
-async def live_server(
-    script: Callable[[EngineCoreRequest], Iterable[int]] = echoes,
-    *,
-    step_s: float = 0,
-    **config: object,
-) -> AsyncIterator[Live]:
-    core = FakeCoreClient(script, step_s=step_s)
-    context = make_context(core, make_config(**config))
-    listener = socket.create_server(("127.0.0.1", 0))
-    listening = asyncio.Event()
-    server = HttpServer(
-        build_app(context),
-        listening.set,
-        request_timeout_s=context.config.server.request_timeout_s,
-    )
-    serving = asyncio.create_task(server.serve([listener]))
-    await listening.wait()
-    live = Live(core, context, listener.getsockname()[1])
-    try:
-        yield live
-    finally:
-        context.llm.close()
-        server.should_exit = True
-        await serving
-        context.renderer.close()
-        for writer in live.writers:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-
-def run(test: Callable[[Live], Awaitable[None]], *args, **config) -> None:
-    async def main() -> None:
-        async with live_server(*args, **config) as live:
-            await asyncio.wait_for(test(live), 10)
-
-    asyncio.run(main())
 
 
 def test_the_openai_sdk() -> None:

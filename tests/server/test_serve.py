@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -257,3 +259,51 @@ def test_a_long_text_does_not_stop_other_threads() -> None:
     took_s = time.perf_counter() - started_s
     assert took_s > 0.1, "too short a text to tell"
     assert max(gaps) < took_s / 2, (max(gaps), took_s)
+
+
+def test_a_unix_socket_with_tls_and_two_keys(tmp_path: Path) -> None:
+    tls = ROOT / "tests" / "goldens" / "tls"
+    path = tmp_path / "s.sock"
+    config = {
+        "uds": str(path),
+        "ssl_certfile": str(tls / "cert.pem"),
+        "ssl_keyfile": str(tls / "key.pem"),
+        "api_key": ["one", "two"],
+    }
+    with serving("SlowWorker", **config) as server:
+        server.wait_for_log(f"try: curl https://localhost/v1/chat/completions --unix-socket {path}")
+        trusted = ssl.create_default_context(cafile=str(tls / "cert.pem"))
+        transport = httpx.HTTPTransport(uds=str(path), verify=trusted)
+        with httpx.Client(transport=transport, base_url="https://localhost") as client:
+            for key, status in (("one", 200), ("two", 200), ("three", 401)):
+                headers = {"Authorization": f"Bearer {key}"}
+                response = client.post("/v1/completions", json=body(max_tokens=3), headers=headers)
+                assert response.status_code == status
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    (
+        ({"ssl_certfile": "nowhere.pem"}, "--ssl-certfile nowhere.pem cannot be read"),
+        ({"uds": "/nowhere/s.sock"}, "--uds /nowhere/s.sock cannot be used"),
+        ({"allow_credentials": True}, "--allow-credentials does nothing"),
+    ),
+)
+def test_mistakes_end_the_program_at_once(fields: dict, problem: str) -> None:
+    with serving("StuckLoadWorker", **fields) as server:
+        assert server.end() == 2
+        assert len(server.lines) == 2
+        assert problem in server.lines[0]
+        assert server.lines[1].startswith("fix: ")
+
+
+def test_slow_clients_are_cut_off_by_a_real_server() -> None:
+    with serving("SlowWorker", request_timeout_s=0.5) as server:
+        server.wait_for_log("try: curl")
+        port = int(server.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\n\r\n{")
+            assert client.recv(100).startswith(b"HTTP/1.1 408")
