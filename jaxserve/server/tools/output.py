@@ -1,4 +1,4 @@
-"""Collects the events of a tool parser: numbers calls, drops whitespace beside them."""
+"""Collects the events of a tool parser: numbers calls, drops whitespace before them."""
 
 from jaxserve.server.tools.events import (
     CallArguments,
@@ -11,7 +11,7 @@ from jaxserve.server.tools.reader import WHITESPACE
 
 
 class ToolOutput:
-    """Whitespace between content and a call, between calls and after the last one is dropped."""
+    """With calls, whitespace at the end of the content is dropped."""
 
     def __init__(self) -> None:
         self.events: list[ToolEvent] = []
@@ -33,7 +33,6 @@ class ToolOutput:
 
     def start(self, name: str) -> None:
         """A call begins."""
-        self._held.clear()
         self.events.append(CallStart(self.num_calls, name))
         self.num_calls += 1
 

@@ -49,6 +49,14 @@ _HERMES: list[Case] = [
         "",
         [("save", '{"note": "a\\nb\\tc\\u0001"}')],
     ),
+    # The first arguments count.
+    (
+        '<tool_call>{"name": "now", "arguments": {}, "parameters": 1}</tool_call>',
+        "",
+        [("now", "{}")],
+    ),
+    # Content before and after.
+    ('A\n<tool_call>{"name": "now"}</tool_call>\n\nB', "A\n\n\nB", [("now", "{}")]),
     # An unknown function is the client's to refuse.
     ('<tool_call>{"name": "no", "arguments": {}}</tool_call>', "", [("no", "{}")]),
     # Cut off: before the call is told, and behind that.
@@ -79,6 +87,7 @@ _HERMES: list[Case] = [
         "<tool_call></tool_call>",
     ),
     # It breaks off after its start was told.
+    ('<tool_call>{"name": "no", "arguments": {"\\u00g', "g", [("no", '{"\\u00')]),
     (
         '<tool_call>{"name": "now", "arguments": {"a": 01}}</tool_call>',
         "1}}</tool_call>",
