@@ -382,7 +382,7 @@ def test_example_configs_are_valid(path, demo_model_path):
         "ThreadPoolExecutor",
         "no_such_word",
         "usage.no_such_field",
-        "/v1/embeddings",
+        "/v1/rerank",
         "GET /healthy",
         "jaxserve:no_such_metric",
     ],

@@ -8,8 +8,13 @@ import msgspec
 import pytest
 
 from jaxserve.messages import SamplingParams as CoreSamplingParams
-from jaxserve.server.protocol.common import GenerationRequest
-from jaxserve.server.protocol.completions import CompletionRequest
+from jaxserve.server.protocol.anthropic import decode_messages_request
+from jaxserve.server.protocol.chat import decode_chat_request
+from jaxserve.server.protocol.completions import CompletionRequest, decode_completion_request
+from jaxserve.server.protocol.decoding import BodyDecoder
+from jaxserve.server.protocol.embeddings import decode_embedding_request
+from jaxserve.server.protocol.responses import decode_responses_request
+from jaxserve.server.protocol.tokenize import decode_detokenize_request, decode_tokenize_request
 from tests.fakes_engine import EOS, FakeServer, fake_server, says
 from tests.server.test_routes import events
 
@@ -330,12 +335,23 @@ def test_continuous_usage_alone_ends_without_usage_of_all() -> None:
     run(test)
 
 
-def test_the_documented_fields_have_descriptions() -> None:
+@pytest.mark.parametrize(
+    "decoder",
+    (
+        decode_chat_request,
+        decode_completion_request,
+        decode_detokenize_request,
+        decode_embedding_request,
+        decode_messages_request,
+        decode_responses_request,
+        decode_tokenize_request,
+    ),
+)
+def test_every_field_has_a_description(decoder: BodyDecoder) -> None:
     """docs/api.md and /openapi.json are made of them."""
-    for kind in (GenerationRequest, CompletionRequest):
-        schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
-        for name, field in schema["properties"].items():
-            assert field.get("description"), name
+    name = decoder.kind.__name__
+    for field, schema in msgspec.json.schema(decoder.kind)["$defs"][name]["properties"].items():
+        assert schema.get("description"), (name, field)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ UNSUPPORTED_BY_ALL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "regex": (),
     "repetition_detection": (),
+    "return_mm_kwargs": (True,),
+    "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
     "stream_interval": (1,),
@@ -83,11 +85,15 @@ _REPLACED_BY = {
 
 
 class BodyDecoder[T: msgspec.Struct]:
-    """Decodes one kind of body, and refuses what is known but not implemented."""
+    """Decodes one kind of body, and refuses what is known but not implemented.
+
+    unsupported: by name, the values that ask for nothing.
+    """
 
     def __init__(self, kind: type[T], unsupported: dict[str, tuple[Any, ...]]):
         self._decoder = msgspec.json.Decoder(kind)
-        self._unsupported = unsupported
+        self.kind = kind
+        self.unsupported = unsupported
         self._unsupported_decoder = msgspec.json.Decoder(
             msgspec.defstruct(
                 "Unsupported", [(name, Any, UNSET) for name in unsupported], frozen=True
@@ -104,7 +110,7 @@ class BodyDecoder[T: msgspec.Struct]:
             raise RequestError(f"The body is not JSON: {error}.") from error
         except RecursionError as error:
             raise RequestError("The body is nested too deeply.") from error
-        for name, neutral in self._unsupported.items():
+        for name, neutral in self.unsupported.items():
             value = getattr(others, name)
             if value is not UNSET and value is not None:
                 _check_neutral(name, value, neutral)
