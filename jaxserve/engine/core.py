@@ -97,8 +97,7 @@ class EngineCore:
         self._num_clients = num_clients
         self._clock = clock
         self._scheduler = _make_scheduler(config)
-        info = config.model.info
-        assert info is not None, config
+        info = config.info
         self._grammars = StructuredOutputs(
             tokenizer or (lambda: load_tokenizer(info.path)), info.vocab_size
         )

@@ -232,20 +232,22 @@ def test_prompt_logprobs_of_a_lost_row_are_dropped(is_async: bool) -> None:
 
 
 def test_prompt_logprobs_outlive_the_row_when_the_first_token_is_in_flight() -> None:
-    scheduler = make_scheduler(blocks=5, block_size=2)
+    scheduler = make_scheduler(blocks=6, block_size=2, max_num_batched_tokens=6)
     add(scheduler, "a", [1, 2, 3, 4], max_tokens=4)
-    request = add(scheduler, "b", [5, 6], max_tokens=6, prompt_logprobs=0)
-    first = plan_step(scheduler)
+    request = add(scheduler, "b", [5, 6, 7, 8], max_tokens=6, prompt_logprobs=0)
+    pieces = [fake_logprobs([6, 7]), fake_logprobs([8])]
+    finish(scheduler, plan_step(scheduler), RowExtras(1, None, pieces[0]))
+    last_of_prompt = plan_step(scheduler)
     preempting = plan_step(scheduler)
     assert preempting.message.released_rows == [1]
-    outputs = finish(scheduler, first, RowExtras(1, None, fake_logprobs([6])))
-    assert outputs[1].prompt_logprobs == [fake_logprobs([6])]
+    outputs = finish(scheduler, last_of_prompt, RowExtras(1, None, pieces[1]))
+    assert outputs[1].prompt_logprobs == pieces
     finish(scheduler, preempting)
     scheduler.finish_requests(["a"], FinishReason.ABORT)
     # Computed again, reported again by the worker, not sent again.
     again = plan_step(scheduler)
-    assert again.message.admitted[0].token_ids == request.token_ids == [5, 6, 0]
-    (output,) = finish(scheduler, again, RowExtras(0, None, fake_logprobs([6])))
+    assert again.message.admitted[0].token_ids == request.token_ids == [5, 6, 7, 8, 0]
+    (output,) = finish(scheduler, again, RowExtras(0, None, fake_logprobs([6, 7, 8])))
     assert output.prompt_logprobs is None
 
 
