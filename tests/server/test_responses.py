@@ -304,6 +304,33 @@ def test_options_reach_the_engine() -> None:
     run(test, says("x"), reasoning_parser="")
 
 
+def test_the_response_says_what_was_asked() -> None:
+    async def test(server: FakeServer) -> None:
+        first = checked(await server.post(PATH, input="hi"))
+        asked = {
+            "instructions": "I",
+            "max_output_tokens": 9,
+            "metadata": {"a": "b"},
+            "parallel_tool_calls": False,
+            "previous_response_id": first["id"],
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+            "store": False,
+            "temperature": 0.5,
+            "text": {"format": {"type": "json_object"}},
+            "tool_choice": "none",
+            "top_logprobs": 2,
+            "top_p": 0.5,
+            "user": "u",
+        }
+        effort = {"reasoning": {"effort": "low"}}
+        body = checked(await server.post(PATH, input="hi", tools=[TOOL], **asked, **effort))
+        assert {name: body[name] for name in asked} == asked
+        assert body["reasoning"] == {"effort": "low", "summary": None}
+
+    run(test, plain("x"), max_model_len=2000)
+
+
 def test_instructions_come_first_and_are_not_carried_over() -> None:
     async def test(server: FakeServer) -> None:
         first = await rendered(server, input="hi", instructions="Be kind.", request_id="one")
@@ -397,7 +424,10 @@ async def _ended(server: FakeServer, response_id: str) -> dict:
 def test_background() -> None:
     async def test(server: FakeServer) -> None:
         server.core.allow_steps(0)
-        body = checked(await server.post(PATH, input="hi", background=True, instructions="Go."))
+        options = {"cache_salt": "s", "priority": -3, "seed": 7}
+        body = checked(await server.post(PATH, input="hi", background=True, **options))
+        (request,) = server.core.requests
+        assert (request.cache_salt, request.priority, request.sampling.seed) == ("s", -3, 7)
         assert (body["status"], body["output"], body["background"]) == ("queued", [], True)
         early = await server.post(PATH, input="x", previous_response_id=body["id"])
         assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
@@ -416,7 +446,7 @@ def test_background() -> None:
         assert cancelled == ended, "what has ended stays as it is"
         assert "answer" in await rendered(server, input="x", previous_response_id=body["id"])
 
-    run(test, plain("answer"))
+    run(test, plain("answer"), scheduling_policy="priority")
 
 
 def test_background_bad_requests_are_refused_at_once() -> None:
@@ -499,8 +529,9 @@ def test_background_streams_again() -> None:
 def test_a_client_that_leaves_does_not_end_a_background_stream() -> None:
     async def test(server: FakeServer) -> None:
         server.core.allow_steps(9)
-        sent: list[Any] = []
-        body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+        app = server.app
+        body = {"input": "hi", "background": True, "stream": True, "request_id": "a"}
+        body["model"] = MODEL
         messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
         left = asyncio.Event()
 
@@ -511,15 +542,19 @@ def test_a_client_that_leaves_does_not_end_a_background_stream() -> None:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            sent.append(message)
             if b"in_progress" in message.get("body", b""):
                 left.set()
 
         scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b""}
-        await server.app(scope, receive, send)
+        await app(scope, receive, send)
+        assert server.core.running != {}
+        server.core.allow_steps(None)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            server.client = client
+            assert (await _ended(server, f"resp-{body['request_id']}"))["status"] == "completed"
         assert server.core.aborted == []
 
-    # Without a store of its own the app of `server.app` is another one: only the abort counts.
     run(test, plain("abc"))
 
 

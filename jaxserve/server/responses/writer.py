@@ -89,8 +89,7 @@ class ResponseWriter:
             encoded.append(_encode(InProgress(sequence_number=number, response=self.response)))
         for output in outputs:
             check_not_aborted(output)
-            if not self._num_tokens:
-                self._num_cached_tokens = output.num_cached_tokens
+            self._num_cached_tokens = output.num_cached_tokens
             self._num_tokens += len(output.token_ids)
             delta = self._parser.feed(output.text, output.token_ids)
             self._held_logprobs += self._logprobs_of(output)
