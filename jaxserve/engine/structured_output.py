@@ -96,8 +96,6 @@ class StructuredOutputs:
                 words[idx] = _ALL
                 result.ended.append((request, reason))
             elif len(forced := _forced_tokens(request, words[idx])) > 1:
-                words[idx] = 0
-                _set_bits(words[idx], forced[:1], True)
                 result.forced.append((request, forced[1:]))
         rows = [row for row, _ in masked]
         # The tokenizer may have more tokens than the model has logits.
@@ -169,7 +167,8 @@ def _catch_up(request: Request) -> None:
 
 
 def _forced_tokens(request: Request, words: np.ndarray) -> list[int]:
-    """The next tokens when there is no choice about them, up to the first stop token.
+    """The next tokens when there is no choice about them, up to the first stop token; the mask then
+    allows the first alone.
 
     None for a request whose options look at each token that is sampled.
     """

@@ -310,6 +310,18 @@ def test_min_tokens_under_a_grammar() -> None:
         assert engine.text(f"short{i}") in ("a", "b")
 
 
+def test_a_stop_token_that_is_text_is_barred_before_min_tokens() -> None:
+    engine = Engine()
+    for i in range(10):
+        stops = (EOS, ord("a"))
+        grammar = grammar_from_regex("[ab]{3}[abc]{9}")
+        engine.add(f"r{i}", grammar, prompt=[i], min_tokens=3, stop_token_ids=stops)
+    engine.run_until_idle()
+    for i in range(10):
+        assert engine.text(f"r{i}").startswith("bbb")
+        assert engine.end(f"r{i}") in ((FinishReason.STOP, ord("a")), (FinishReason.STOP, EOS))
+
+
 def test_allowed_tokens_and_a_grammar_both_hold(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     allowed = (*b"bcd", EOS)
