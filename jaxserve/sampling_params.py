@@ -7,6 +7,7 @@ import msgspec
 
 from jaxserve.errors import RequestError
 from jaxserve.messages import (
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGITS_PROCESSORS,
     MAX_LOGPROB_TOKEN_IDS,
@@ -211,6 +212,9 @@ def _check_list(name: str, value: object) -> None:
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
     _check_list(name, token_ids)
+    # There can be as many as a body holds: those that are right must not take long.
+    if {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) <= _INT32_MAX:
+        return
     for i, token_id in enumerate(token_ids):
         _check_int(f"{name}[{i}]", token_id, 0, _INT32_MAX)
 
@@ -241,6 +245,10 @@ def _check_stop(stop: str | Sequence[str]) -> None:
 
 def _check_bad_words(words: Sequence[str]) -> None:
     _check_list("bad_words", words)
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words takes up to {MAX_BAD_WORDS} words, got {len(words)}.", param="bad_words"
+        )
     for i, word in enumerate(words):
         _check_text(f"bad_words[{i}]", word, MAX_BAD_WORD_CHARS)
         if word.isspace():

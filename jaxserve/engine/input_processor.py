@@ -253,9 +253,9 @@ class InputProcessor:
         """Each id once, in the order given."""
         if token_ids is None:
             return None
-        for i, token_id in enumerate(token_ids):
-            if token_id >= self._vocab_size:
-                raise self._unknown(token_id, f"{name}[{i}]")
+        if max(token_ids, default=0) >= self._vocab_size:
+            i = next(i for i, t in enumerate(token_ids) if t >= self._vocab_size)
+            raise self._unknown(token_ids[i], f"{name}[{i}]")
         return tuple(dict.fromkeys(token_ids))
 
     def _unknown(self, token_id: int, param: str) -> RequestError:

@@ -1,6 +1,7 @@
 """Every option of a request reaches what it is for: the engine's parameters, or the answer."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 
 from jaxserve.messages import SamplingParams as CoreSamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.anthropic import decode_messages_request
 from jaxserve.server.protocol.chat import decode_chat_request
 from jaxserve.server.protocol.completions import CompletionRequest, decode_completion_request
@@ -177,9 +179,23 @@ def test_bad_words_are_those_at_the_start_and_behind_a_space(words: list, sequen
 def test_too_many_bad_words_are_refused() -> None:
     async def test(server: FakeServer) -> None:
         words = [f"{i:03}" for i in range(129)]
-        response = await server.post(COMPLETIONS, prompt="x", bad_words=words)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
+        for wrong in (words, ["the", *words[2:]], ["x"] * 1_000_000):
+            response = await server.post(COMPLETIONS, prompt="x", bad_words=wrong)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
         assert (await server.post(COMPLETIONS, prompt="x", bad_words=words[1:])).status_code == 200
+
+    run(test)
+
+
+def test_as_many_token_ids_as_a_body_holds_hold_nobody_up() -> None:
+    async def test(server: FakeServer) -> None:
+        ids = [5, 6] * 1_000_000
+        started_s = time.process_time()
+        SamplingParams(allowed_token_ids=ids, stop_token_ids=ids)
+        assert time.process_time() - started_s < 0.5
+        response = await server.post(COMPLETIONS, prompt="x", allowed_token_ids=ids)
+        assert response.status_code == 200
+        assert server.core.requests[0].sampling.allowed_token_ids == (5, 6)
 
     run(test)
 

@@ -49,17 +49,23 @@ def test_a_stream_has_whole_characters_that_add_up(route: str, text: str) -> Non
     run(test, says(text))
 
 
+def token_id(backend: tokenizers.Tokenizer, token: str) -> int:
+    found = backend.token_to_id(token)
+    assert found is not None
+    return found
+
+
 def spm_ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     """A byte token for each byte, but whole tokens for " the" and "Hello"."""
     ids: list[int] = []
     while text:
         for word, token in ((" the", "▁the"), ("Hello", "Hello")):
             if text.startswith(word):
-                ids.append(backend.token_to_id(token))
+                ids.append(token_id(backend, token))
                 text = text[len(word) :]
                 break
         else:
-            ids += [backend.token_to_id(f"<0x{byte:02X}>") for byte in text[0].encode()]
+            ids += [token_id(backend, f"<0x{byte:02X}>") for byte in text[0].encode()]
             text = text[1:]
     return ids
 
@@ -68,13 +74,12 @@ def outputs_of(backend: tokenizers.Tokenizer, ids: list[int], **params) -> Sink:
     """What a sequence of these tokens, one a step, gives out behind a prompt."""
     processor = OutputProcessor(DetokenizerFactory(backend), ServerMetrics("m"))
     inputs = InputProcessor(make_config(), byte_level_tokenizer())
-    prompt = [backend.token_to_id("▁a")] if backend.token_to_id("▁a") is not None else [97]
-    (request,) = inputs.process(prompt, SamplingParams(**params), arrival_time_s=0.0)
+    (request,) = inputs.process([7], SamplingParams(**params), arrival_time_s=0.0)
     sink = Sink()
     processor.add(request, sink)
-    for i, token_id in enumerate(ids, 1):
+    for i, sampled_id in enumerate(ids, 1):
         finish = FinishReason.LENGTH if i == len(ids) else None
-        output = EngineCoreOutput(request.core.request_id, [token_id], finish)
+        output = EngineCoreOutput(request.core.request_id, [sampled_id], finish)
         processor.process(EngineCoreOutputs([output], SchedulerStats(), float(i)))
     return sink
 
