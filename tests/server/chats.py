@@ -41,13 +41,18 @@ TEMPLATE = (
 type Script = Callable[[EngineCoreRequest], Iterable[int]]
 
 
-def run(test: Callable[[FakeServer], Awaitable[None]], *args: Any, **config: Any) -> None:
+def run(
+    test: Callable[[FakeServer], Awaitable[None]],
+    *args: Any,
+    timeout_s: float = 20,
+    **config: Any,
+) -> None:
     """Runs `test(server)` over a fake server whose template takes everything."""
 
     async def main() -> None:
         options = {"chat_template": TEMPLATE, "max_model_len": 4000} | config
         async with fake_server(*args, **options) as server:
-            await asyncio.wait_for(test(server), 20)
+            await asyncio.wait_for(test(server), timeout_s)
 
     asyncio.run(main())
 

@@ -125,6 +125,9 @@ def test_calls_that_must_be(choice: Any, good: list[str], bad: list[str], parser
         assert not is_match(grammar, written("nobody", "{}"))
         for name in bad:
             assert not is_match(grammar, written(name, '{"city": "x"}'))
+        if parser == "hermes":
+            twice = "\n".join([written(good[0], arguments)] * 2)
+            assert is_match(grammar, twice) == (not is_named)
         if "weather" in good:
             assert not is_match(grammar, written("weather", "{}"))
             assert not is_match(grammar, written("weather", '{"city": 1}'))
@@ -255,6 +258,15 @@ def test_bad_tools(options: dict[str, Any], param: str, text: str) -> None:
         assert text in found["message"]
 
     run(test, tool_call_parser="hermes")
+
+
+def test_calls_that_must_be_need_no_template_that_shows_tools() -> None:
+    async def test(server: FakeServer) -> None:
+        await chat(server, tools=TOOLS, tool_choice="required")
+        assert (await error(server, tools=TOOLS))["param"] == "tools"
+
+    options = {"chat_template": "{{ messages[0].content }}", "tool_call_parser": "hermes"}
+    run(test, says(BERLIN), **options)
 
 
 def test_auto_needs_a_format() -> None:

@@ -139,6 +139,7 @@ def test_nothing_is_asked_for(path: str, prompt: dict, options: dict) -> None:
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "start: <|nobody|>"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
         (
             {"structured_outputs": {"regex": "x", "whitespace_pattern": "x"}},
@@ -178,6 +179,21 @@ def test_what_is_not_valid(path: str, prompt: dict, options: dict[str, Any], par
         assert server.core.requests == []
 
     run(test)
+
+
+@ROUTES
+def test_special_tokens_in_a_grammar(path: str, prompt: dict) -> None:
+    async def test(server: FakeServer) -> None:
+        wanted = {"grammar": 'start: <|im_start|> "x"'}
+        response = await server.post(path, **prompt, structured_outputs=wanted)
+        assert response.status_code == 200, response.text
+        tag = TAG | {"triggers": ["<|im_start|>"]}
+        tag["structures"] = [{"begin": "<|im_start|>", "schema": SCHEMA, "end": "<|im_end|>"}]
+        response = await server.post(path, **prompt, response_format=tag)
+        assert response.status_code == 200, response.text
+        assert "<[256]>" in (server.core.requests[-1].grammar or "")
+
+    run(test, says("x"))
 
 
 def test_json_in_a_stream() -> None:
