@@ -106,10 +106,10 @@ def test_a_line_of_load() -> None:
         "KV cache 25.0% used, prefix hits 25.0%"
     )
     metrics.generation_tokens += 10
-    metrics.stats = SchedulerStats(prefix_cache_queries=200, prefix_cache_hits=50)
+    metrics.stats = SchedulerStats(prefix_cache_queries=210, prefix_cache_hits=58)
     assert log.line(125.0) == (
         "0 running, 0 waiting; prompt 0.0 tok/s, output 2.0 tok/s; "
-        "KV cache 0.0% used, prefix hits 0.0%"
+        "KV cache 0.0% used, prefix hits 80.0%"
     )
     assert log.line(135.0) is None
     metrics.stats = SchedulerStats(num_waiting=1)
