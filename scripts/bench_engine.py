@@ -153,7 +153,7 @@ def bare_main(flags: list[str]) -> None:
         ones = np.ones(rows, np.int32)
         empty = np.zeros(0, np.int32)
         step = StepInput(
-            np.arange(rows, dtype=np.int32), ones, ones.astype(bool), -ones, empty, empty
+            np.arange(rows, dtype=np.int32), ones, ones.astype(bool), -ones, empty, empty, ones
         )
         bucket = bucket_for(runner._buckets, rows, rows)
         buffer = np.empty(bucket.delta_len, np.int32)
@@ -163,9 +163,10 @@ def bare_main(flags: list[str]) -> None:
         sample = runner._programs.samples[bucket.num_rows]
         started_s = time.perf_counter()
         for _ in range(OUTPUT_TOKENS - 1):
-            logits, sampling_rows, state = forward(runner._params, runner._state, upload)
+            state = runner._state.step
+            logits, sampling_rows, state = forward(runner._params, state, upload)
             tokens, table = sample(logits, sampling_rows, state.table)
-            runner._state = state._replace(table=table)
+            runner._state = runner._state._replace(step=state._replace(table=table))
         tokens.block_until_ready()
         print(rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s), flush=True)
         # As the plans do not know of these steps, the rows are simply released.

@@ -19,6 +19,7 @@ class StepInput(NamedTuple):
     """One step, not yet padded to a bucket.
 
     rows: ascending; each computes its q_lens (at least 1) and samples where `samples`.
+    num_computed: tokens of each row that were computed before.
     token_ids: the tokens of all rows one after the other, -1 where the device knows the token.
     addresses, values: writes to the batch state that must be done first.
     """
@@ -29,6 +30,7 @@ class StepInput(NamedTuple):
     token_ids: Int32[np.ndarray, " T"]
     addresses: Int32[np.ndarray, " W"]
     values: Int32[np.ndarray, " W"]
+    num_computed: Int32[np.ndarray, " R"]
 
     def fill(self, buffer: Int32[np.ndarray, " D"], bucket: Bucket, num_lines: int) -> None:
         """Writes the step into an upload buffer; a batch state of `num_lines` lines tells what is
@@ -92,7 +94,7 @@ class BatchMirror:
         self._num_computed[rows] = ends
         self._num_tokens[rows] += samples
         addresses, values = np.concatenate(writes, axis=1)
-        return StepInput(rows, q_lens, samples, token_ids, addresses, values)
+        return StepInput(rows, q_lens, samples, token_ids, addresses, values, ends - q_lens)
 
     def _admit(self, admitted: AdmittedRow) -> Int32[np.ndarray, "2 W"]:
         """Takes in a row; returns the addresses and values of its line."""

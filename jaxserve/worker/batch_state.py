@@ -17,6 +17,7 @@ from jaxtyping import Float32, Int32, UInt32
 
 from jaxserve.messages import FLOAT_EPS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.worker.buckets import Bucket
+from jaxserve.worker.row_options import has_options
 
 
 class Field(enum.IntEnum):
@@ -25,6 +26,7 @@ class Field(enum.IntEnum):
     LAST_TOKEN: the newest token, input of the next step once all others are computed.
     NUM_COMPUTED: tokens whose KV is in the cache; the position of the next input token.
     MIN_LEN: stop token ids are barred while the row has fewer tokens than this.
+    HAS_OPTIONS: 1 for a row with options in `row_options`.
     FIRST_STOP: the first of MAX_STOP_TOKEN_IDS stop token ids, -1 where unused.
     """
 
@@ -37,7 +39,8 @@ class Field(enum.IntEnum):
     SEED_LOW = 6
     SEED_HIGH = 7
     MIN_LEN = 8
-    FIRST_STOP = 9
+    HAS_OPTIONS = 9
+    FIRST_STOP = 10
 
 
 NUM_FIELDS = Field.FIRST_STOP + MAX_STOP_TOKEN_IDS
@@ -66,6 +69,7 @@ def admission_fields(
     fields[Field.TOP_K] = sampling.top_k
     fields[[Field.SEED_LOW, Field.SEED_HIGH]] = seed.view(np.int32)
     fields[Field.MIN_LEN] = min_len
+    fields[Field.HAS_OPTIONS] = has_options(sampling)
     if min_len:
         stops = sampling.stop_token_ids
         fields[Field.FIRST_STOP : Field.FIRST_STOP + len(stops)] = stops
@@ -114,6 +118,7 @@ class RowFields(NamedTuple):
     min_p: Float32[Array, " R"]
     seed: UInt32[Array, "R 2"]
     min_len: Int32[Array, " R"]
+    has_options: Int32[Array, " R"]
     stop_token_ids: Int32[Array, "R stops"]
     block_tables: Int32[Array, "R B"]
 
@@ -135,6 +140,7 @@ def read_rows(table: Int32[Array, "lines C"], rows: Int32[Array, " R"]) -> RowFi
         min_p=floats(Field.MIN_P),
         seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
         min_len=lines[:, Field.MIN_LEN],
+        has_options=lines[:, Field.HAS_OPTIONS],
         stop_token_ids=lines[:, Field.FIRST_STOP : NUM_FIELDS],
         block_tables=lines[:, NUM_FIELDS:],
     )

@@ -12,8 +12,10 @@ from jaxserve.messages import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from jaxserve.models.registry import Params
 from jaxserve.worker.batch_mirror import BatchMirror, StepInput
 from jaxserve.worker.buckets import Bucket, bucket_for
-from jaxserve.worker.programs import EXTRA_WRITES, Programs, mask_words
-from jaxserve.worker.step import DeviceState
+from jaxserve.worker.extras import StepExtras
+from jaxserve.worker.extras_runner import ExtrasRunner
+from jaxserve.worker.programs import EXTRA_WRITES, Programs, RunnerState
+from jaxserve.worker.row_options import OptionSpec, encode_options, has_options
 from jaxserve.worker.warmup import CompileCounter
 
 
@@ -21,16 +23,16 @@ class _Forwarded(NamedTuple):
     """A step whose forward is started and whose sampling is not."""
 
     step_id: int
+    step: StepInput
     logits: Array
     sampling_rows: Array
-    rows: np.ndarray
-    samples: np.ndarray
 
 
 class _InFlight(NamedTuple):
     step_id: int
     tokens: Array
     samples: np.ndarray
+    extras: StepExtras | None
 
 
 class ModelRunner:
@@ -44,7 +46,8 @@ class ModelRunner:
         self,
         programs: Programs,
         params: Params,
-        state: DeviceState,
+        state: RunnerState,
+        options: OptionSpec,
         max_blocks_per_row: int,
         device: jax.Device,
     ):
@@ -52,9 +55,12 @@ class ModelRunner:
         self._buckets = tuple(programs.forwards)
         self._params = params
         self._state = state
+        self._options = options
         self._device = device
-        self._num_lines = state.table.shape[0]
+        self._num_lines = state.step.table.shape[0]
         self._mirror = BatchMirror(self._num_lines, max_blocks_per_row)
+        self._extras = ExtrasRunner(programs, params, state.pooled, options.vocab_size, device)
+        self._option_rows: set[int] = set()
         self._forwarded: _Forwarded | None = None
         self._in_flight: queue.SimpleQueue[_InFlight] = queue.SimpleQueue()
         self._compiles = CompileCounter()
@@ -62,14 +68,17 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Runs each program once on nothing."""
         empty = np.zeros(0, np.int32)
-        nothing = StepInput(empty, empty, empty.astype(bool), empty, empty, empty)
+        nothing = StepInput(empty, empty, empty.astype(bool), empty, empty, empty, empty)
         self._write(empty, empty)
+        encoded = np.zeros(self._options.line_len + self._options.vocab_size, np.int32)
+        self._write_options(0, encoded)
         for bucket in self._buckets:
             forwarded = self._forward(0, nothing, bucket)
             for mask in (None, GrammarMask(0, [], b"")):
                 self._forwarded = forwarded
                 self._start_sampling(mask)
                 self.collect()
+            self._extras.warm_up(forwarded.logits, forwarded.sampling_rows, self._state.step.hidden)
 
     def execute(self, plan: SchedulerOutput) -> None:
         """Starts one step; returns before it is done. What compiles here is counted.
@@ -79,6 +88,12 @@ class ModelRunner:
         assert self._forwarded is None, f"step {plan.step_id} comes before a mask"
         with self._compiles:
             step = self._mirror.apply(plan)
+            self._extras.apply(plan)
+            self._option_rows.difference_update(plan.released_rows)
+            for admitted in plan.admitted:
+                if has_options(admitted.sampling):
+                    self._option_rows.add(admitted.row)
+                    self._write_options(admitted.row, encode_options(admitted, self._options))
             bucket = bucket_for(self._buckets, len(step.token_ids), len(step.rows))
             step = self._write_surplus(step, bucket)
             self._forwarded = self._forward(plan.step_id, step, bucket)
@@ -95,31 +110,45 @@ class ModelRunner:
 
     def collect(self) -> ModelRunnerOutput:
         """Waits for the oldest step that was not collected yet."""
-        step_id, tokens, samples = self._in_flight.get()
+        step_id, tokens, samples, extras = self._in_flight.get()
         sampled = np.asarray(tokens)[: len(samples)][samples]
-        return ModelRunnerOutput(step_id, sampled.tolist(), self._compiles.count)
+        rows = extras.read() if extras is not None else []
+        return ModelRunnerOutput(step_id, sampled.tolist(), self._compiles.count, rows)
+
+    # --- a step's programs -----------------------------------------------------------------------
 
     def _forward(self, step_id: int, step: StepInput, bucket: Bucket) -> _Forwarded:
         buffer = np.empty(bucket.delta_len, np.int32)
         step.fill(buffer, bucket, self._num_lines)
-        logits, sampling_rows, self._state = self._programs.forwards[bucket](
-            self._params, self._state, self._upload(buffer)
+        logits, sampling_rows, state = self._programs.forwards[bucket](
+            self._params, self._state.step, self._upload(buffer)
         )
-        return _Forwarded(step_id, logits, sampling_rows, step.rows, step.samples)
+        self._state = self._state._replace(step=state)
+        return _Forwarded(step_id, step, logits, sampling_rows)
 
     def _start_sampling(self, mask: GrammarMask | None) -> None:
         assert self._forwarded is not None
-        step, self._forwarded = self._forwarded, None
-        num_rows = step.logits.shape[0]
-        args = (step.logits, step.sampling_rows, self._state.table)
-        if mask is None:
+        forwarded, self._forwarded = self._forwarded, None
+        step, state = forwarded.step, self._state
+        num_rows = forwarded.logits.shape[0]
+        args = (forwarded.logits, forwarded.sampling_rows, state.step.table)
+        if mask is None and self._option_rows.isdisjoint(step.rows[step.samples].tolist()):
             tokens, table = self._programs.samples[num_rows](*args)
+            options = state.options
         else:
-            bits = mask_of_rows(mask, step.rows, *step.logits.shape)
-            tokens, table = self._programs.masked_samples[num_rows](*args, self._upload(bits))
-        self._state = self._state._replace(table=table)
+            bits = state.no_masks[num_rows]
+            if mask is not None:
+                bits = self._upload(mask_of_rows(mask, step.rows, *bits.shape))
+            tokens, table, options = self._programs.option_samples[num_rows](
+                *args, state.options, bits
+            )
+        self._state = state._replace(step=state.step._replace(table=table), options=options)
         tokens.copy_to_host_async()
-        self._in_flight.put(_InFlight(step.step_id, tokens, step.samples))
+        hidden = self._state.step.hidden
+        extras = self._extras.start(step, forwarded.logits, tokens, hidden)
+        self._in_flight.put(_InFlight(forwarded.step_id, tokens, step.samples, extras))
+
+    # --- changes outside a step ------------------------------------------------------------------
 
     def _write_surplus(self, step: StepInput, bucket: Bucket) -> StepInput:
         """Does the writes that the bucket does not hold; returns the step with the others."""
@@ -132,24 +161,31 @@ class ModelRunner:
         return step._replace(addresses=step.addresses[surplus:], values=step.values[surplus:])
 
     def _write(self, addresses: Int32[np.ndarray, " W"], values: Int32[np.ndarray, " W"]) -> None:
-        """Changes the batch state outside a step."""
         padded = np.full((2, EXTRA_WRITES), np.iinfo(np.int32).max, np.int32)
         padded[0, : len(addresses)] = addresses
         padded[1, : len(values)] = values
-        table = self._programs.writes(self._state.table, *map(self._upload, padded))
-        self._state = self._state._replace(table=table)
+        step = self._state.step
+        table = self._programs.writes(step.table, *map(self._upload, padded))
+        self._state = self._state._replace(step=step._replace(table=table))
+
+    def _write_options(self, row: int, encoded: Int32[np.ndarray, " E"]) -> None:
+        options = self._programs.option_writes(
+            self._state.options, self._upload(np.array(row, np.int32)), self._upload(encoded)
+        )
+        self._state = self._state._replace(options=options)
 
     def _upload(self, array: Shaped[np.ndarray, "*S"]) -> Shaped[Array, "*S"]:
         return jax.device_put(array, self._device)
 
 
 def mask_of_rows(
-    mask: GrammarMask, rows: Int32[np.ndarray, " rows"], num_rows: int, vocab_size: int
+    mask: GrammarMask, rows: Int32[np.ndarray, " rows"], num_rows: int, num_words: int
 ) -> Int32[np.ndarray, "R W"]:
-    """The mask by batch row: `rows` are the table lines of the first of them, ascending. Rows that
-    the mask does not name may sample anything."""
-    bits = np.full((num_rows, mask_words(vocab_size)), -1, np.int32)
+    """The mask by batch row: `rows` are the table lines of the first of them, ascending. Zeros for
+    rows that the mask does not name."""
+    bits = np.zeros((num_rows, num_words), np.int32)
     assert np.isin(mask.rows, rows).all(), f"step {mask.step_id} masks rows that do not compute"
-    places = np.searchsorted(rows, mask.rows)
-    bits[places] = np.frombuffer(mask.bits, "<i4").reshape(len(mask.rows), bits.shape[1])
+    given = np.frombuffer(mask.bits, "<i4").reshape(len(mask.rows), num_words)
+    assert given.any(axis=1).all(), f"step {mask.step_id} has a mask that allows nothing"
+    bits[np.searchsorted(rows, mask.rows)] = given
     return bits

@@ -5,21 +5,31 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.messages import MAX_LOGPROB_TOKEN_IDS
 from jaxserve.worker.batch_state import apply_writes, num_columns
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.step import DeviceState, StepSpec, forward, sample_step
-from jaxserve.worker.warmup import temp_bytes
+from jaxserve.worker.prompt_outputs import add_pooled, piece_len, score_prompt
+from jaxserve.worker.row_options import OptionSpec, OptionState, write_options
+from jaxserve.worker.step import (
+    DeviceState,
+    StepSpec,
+    forward,
+    sample_step,
+    sample_step_with_options,
+)
+from jaxserve.worker.token_scores import score_tokens
+from jaxserve.worker.warmup import result_bytes, temp_bytes
 
 EXTRA_WRITES = 4096  # writes that one extra upload carries
 
 type Job = Callable[[], jax.stages.Compiled]
-type Key = tuple[str, Bucket | int]  # a field of `Programs`, and what its programs differ in
+type Key = tuple[str, Any]  # a field of `Programs`, and what its programs differ in
 
 
 class Programs(NamedTuple):
@@ -27,36 +37,73 @@ class Programs(NamedTuple):
 
     forwards: (params, state, buffer) -> (logits, sampling rows, state), one a bucket.
     samples: (logits, sampling rows, table) -> (tokens, table), one a number of rows.
-    masked_samples: the same with a mask as last argument.
+    option_samples: (logits, sampling rows, table, options, mask) -> (tokens, table, options), for
+        steps with a row that has options or a mask; one a number of rows.
+    scores: (logits, tokens, chosen) -> `TokenScores`, one a (number of rows, size of the top).
+    prompt_scores: (params, hidden, places, next tokens) -> `TokenScores`, one a size of the top.
+    pool: (pooled, hidden, lines, is_fresh) -> pooled.
     writes: (table, addresses, values) -> table, for more writes than a step carries.
+    option_writes: (options, row, encoded) -> options, when a row with options is admitted.
     """
 
     forwards: dict[Bucket, jax.stages.Compiled]
     samples: dict[int, jax.stages.Compiled]
-    masked_samples: dict[int, jax.stages.Compiled]
+    option_samples: dict[int, jax.stages.Compiled]
+    scores: dict[tuple[int, int], jax.stages.Compiled]
+    prompt_scores: dict[int, jax.stages.Compiled]
+    pool: jax.stages.Compiled
     writes: jax.stages.Compiled
+    option_writes: jax.stages.Compiled
+
+
+class RunnerState(NamedTuple):
+    """Everything on the device between steps but the parameters.
+
+    no_masks: a mask that bars nothing, by number of rows.
+    pooled: sums of hidden states, a line a table line.
+    """
+
+    step: DeviceState
+    options: OptionState
+    no_masks: dict[int, Any]  # Int32[Array, "R W"]
+    pooled: Any  # Float32[Array, "lines D"]
 
 
 def state_shapes(
     spec: StepSpec, max_num_seqs: int, max_blocks_per_row: int, num_blocks: int
 ) -> DeviceState:
-    """Shapes of the device state."""
-    table = jax.ShapeDtypeStruct((max_num_seqs, num_columns(max_blocks_per_row)), jnp.int32)
-    return DeviceState(table, spec.layout.shape(num_blocks))
+    """Shapes of what forwards change."""
+    hidden = jax.ShapeDtypeStruct((spec.max_num_tokens, spec.info.hidden_size), spec.dtype)
+    table = _int32(max_num_seqs, num_columns(max_blocks_per_row))
+    return DeviceState(table, spec.layout.shape(num_blocks), hidden)
 
 
-def empty_state(shapes: DeviceState, device: jax.Device) -> DeviceState:
+def runner_state_shapes(
+    spec: StepSpec, options: OptionSpec, row_counts: Iterable[int], step: DeviceState
+) -> RunnerState:
+    """Shapes of the whole state, around those of `step`."""
+    num_lines = step.table.shape[0]
+    return RunnerState(
+        step,
+        OptionState(_int32(num_lines, options.line_len), _int32(num_lines, options.vocab_size)),
+        {num_rows: _int32(num_rows, options.mask_words) for num_rows in row_counts},
+        jax.ShapeDtypeStruct((num_lines, spec.info.hidden_size), jnp.float32),
+    )
+
+
+def state_bytes(state: RunnerState) -> int:
+    """Device memory of the state beside the KV cache."""
+    rest = state._replace(step=state.step._replace(kv_cache=None))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rest))
+
+
+def empty_state[State: tuple](shapes: State, device: jax.Device) -> State:
     """The state before the first request, on `device`."""
 
     def zeros(shape: jax.ShapeDtypeStruct) -> Array:
         return jnp.zeros(shape.shape, shape.dtype, device=device)
 
     return jax.tree.map(zeros, shapes)
-
-
-def mask_words(vocab_size: int) -> int:
-    """Words of a row's bit mask."""
-    return -(-vocab_size // 32)
 
 
 def compile_forward(
@@ -70,19 +117,67 @@ def compile_forward(
     return _compile(jaxserve_forward, (1,), params, state, _int32(bucket.delta_len))
 
 
-def compile_sample(
-    spec: StepSpec, num_rows: int, state: DeviceState, *, is_masked: bool
+def compile_sample(spec: StepSpec, num_rows: int, state: DeviceState) -> jax.stages.Compiled:
+    """`Programs.samples`, for one number of rows. Donates the table."""
+
+    def jaxserve_sample(logits, sampling_rows, table):
+        return sample_step(logits, sampling_rows, table)
+
+    logits = _float32(num_rows, spec.info.vocab_size)
+    return _compile(jaxserve_sample, (2,), logits, _int32(num_rows), state.table)
+
+
+def compile_option_sample(
+    options: OptionSpec, num_rows: int, state: RunnerState
 ) -> jax.stages.Compiled:
-    """`Programs.samples` or `masked_samples`, for one number of rows. Donates the table."""
+    """`Programs.option_samples`, for one number of rows. Donates the table and the options."""
 
-    def jaxserve_sample(logits, sampling_rows, table, *mask):
-        return sample_step(logits, sampling_rows, table, *mask)
+    def jaxserve_option_sample(logits, sampling_rows, table, state, mask):
+        return sample_step_with_options(options, logits, sampling_rows, table, state, mask)
 
-    logits = jax.ShapeDtypeStruct((num_rows, spec.info.vocab_size), jnp.float32)
-    args = [logits, _int32(num_rows), state.table]
-    if is_masked:
-        args.append(_int32(num_rows, mask_words(spec.info.vocab_size)))
-    return _compile(jaxserve_sample, (2,), *args)
+    return _compile(
+        jaxserve_option_sample,
+        (2, 3),
+        _float32(num_rows, options.vocab_size),
+        _int32(num_rows),
+        state.step.table,
+        state.options,
+        _int32(num_rows, options.mask_words),
+    )
+
+
+def compile_scores(spec: StepSpec, num_rows: int, num_top: int) -> jax.stages.Compiled:
+    """`Programs.scores`. Donates nothing."""
+
+    def jaxserve_scores(logits, tokens, chosen):
+        return score_tokens(logits, tokens, chosen, num_top)
+
+    logits = _float32(num_rows, spec.info.vocab_size)
+    chosen = _int32(num_rows, MAX_LOGPROB_TOKEN_IDS)
+    return _compile(jaxserve_scores, (), logits, _int32(num_rows), chosen)
+
+
+def compile_prompt_scores(
+    spec: StepSpec, params: object, state: DeviceState, num_top: int
+) -> jax.stages.Compiled:
+    """`Programs.prompt_scores`. Donates nothing."""
+
+    def jaxserve_prompt_scores(params, hidden, places, next_tokens):
+        return score_prompt(spec.info, num_top, params, hidden, places, next_tokens)
+
+    piece = _int32(piece_len(spec.max_num_tokens))
+    return _compile(jaxserve_prompt_scores, (), params, state.hidden, piece, piece)
+
+
+def compile_pool(state: RunnerState) -> jax.stages.Compiled:
+    """`Programs.pool`. Donates nothing: sums are read back while the next step adds to them."""
+
+    def jaxserve_pool(pooled, hidden, lines, is_fresh):
+        return add_pooled(pooled, hidden, lines, is_fresh)
+
+    hidden = state.step.hidden
+    lines, is_fresh = _int32(hidden.shape[0]), _int32(state.pooled.shape[0])
+    return _compile(jaxserve_pool, (), state.pooled, hidden, lines, is_fresh)
 
 
 def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
@@ -94,38 +189,69 @@ def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
     return _compile(jaxserve_writes, (0,), state.table, _int32(num_writes), _int32(num_writes))
 
 
-def small_jobs(spec: StepSpec, row_counts: Iterable[int], state: DeviceState) -> dict[Key, Job]:
-    """Everything but the forwards: programs that do not depend on the size of the KV cache."""
+def compile_option_writes(state: RunnerState) -> jax.stages.Compiled:
+    """`Programs.option_writes`. Donates the options."""
+
+    def jaxserve_option_writes(options, row, encoded):
+        return write_options(options, row, encoded)
+
+    encoded = _int32(sum(part.shape[1] for part in state.options))
+    return _compile(jaxserve_option_writes, (0,), state.options, _int32(), encoded)
+
+
+def forward_jobs(
+    spec: StepSpec, buckets: Iterable[Bucket], params: object, state: DeviceState
+) -> dict[Key, Job]:
+    """The forwards of `buckets`."""
+    return {
+        ("forwards", bucket): functools.partial(compile_forward, spec, bucket, params, state)
+        for bucket in buckets
+    }
+
+
+def small_jobs(
+    spec: StepSpec,
+    options: OptionSpec,
+    tops: Iterable[int],
+    params: object,
+    state: RunnerState,
+) -> dict[Key, Job]:
+    """Everything but the forwards: programs that do not depend on the size of the KV cache.
+
+    tops: sizes of `token_scores.top_sizes`.
+    """
+    job = functools.partial
     jobs: dict[Key, Job] = {}
-    for num_rows in row_counts:
-        for name, is_masked in (("samples", False), ("masked_samples", True)):
-            jobs[name, num_rows] = functools.partial(
-                compile_sample, spec, num_rows, state, is_masked=is_masked
-            )
-    jobs["writes", 0] = functools.partial(compile_writes, state, EXTRA_WRITES)
+    for rows in state.no_masks:
+        jobs["option_samples", rows] = job(compile_option_sample, options, rows, state)
+        jobs["samples", rows] = job(compile_sample, spec, rows, state.step)
+        for top in tops:
+            jobs["scores", (rows, top)] = job(compile_scores, spec, rows, top)
+    for top in tops:
+        jobs["prompt_scores", top] = job(compile_prompt_scores, spec, params, state.step, top)
+    jobs["pool", None] = job(compile_pool, state)
+    jobs["writes", None] = job(compile_writes, state.step, EXTRA_WRITES)
+    jobs["option_writes", None] = job(compile_option_writes, state)
     return jobs
 
 
 def join_programs(compiled: Mapping[Key, jax.stages.Compiled]) -> Programs:
-    """The programs of all keys; forwards from the smallest bucket to the largest."""
+    """The programs of all keys, each field's from the smallest key to the largest."""
 
-    def field(name: str) -> dict:
-        found = {key[1]: program for key, program in compiled.items() if key[0] == name}
-        return dict(sorted(found.items()))
+    def field(name: str) -> Any:
+        found = {key: program for (field, key), program in compiled.items() if field == name}
+        return found[None] if None in found else dict(sorted(found.items()))
 
-    return Programs(
-        field("forwards"), field("samples"), field("masked_samples"), compiled["writes", 0]
-    )
+    return Programs(*map(field, Programs._fields))
 
 
-def step_bytes(
-    spec: StepSpec, buckets: Iterable[Bucket], compiled: Mapping[Key, jax.stages.Compiled]
-) -> int:
+def step_bytes(compiled: Mapping[Key, jax.stages.Compiled]) -> int:
     """Device memory that steps need beside parameters and states: the largest program's
-    temporaries, and the logits of two steps in flight."""
-    num_rows = max(bucket.num_rows for bucket in buckets)
-    logits_bytes = num_rows * spec.info.vocab_size * 4
-    return max(map(temp_bytes, compiled.values())) + 2 * logits_bytes
+    temporaries, and what two steps in flight give."""
+    results: dict[str, int] = {}
+    for (field, _), program in compiled.items():
+        results[field] = max(results.get(field, 0), result_bytes(program))
+    return max(map(temp_bytes, compiled.values())) + 2 * sum(results.values())
 
 
 def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.stages.Compiled:
@@ -135,3 +261,7 @@ def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve.worker.batch_state import RowFields
+from jaxserve.worker.row_options import RowOptions, bar_bad_words, bar_by_masks
 
 _TILE = 256  # vocabulary entries summed at once on the way to a draw
 
@@ -26,11 +27,66 @@ def sample(
     num_tokens: tokens the row has before the new one; the new token's position.
     Padding rows may hold any finite logits; their token is unspecified.
     """
-    logits = jax.lax.cond(
+    return _choose(bar_stop_tokens(logits, rows, num_tokens), rows, num_tokens)
+
+
+def sample_with_options(
+    logits: Float32[Array, "R V"],
+    rows: RowFields,
+    num_tokens: Int32[Array, " R"],
+    options: RowOptions,
+    mask: Int32[Array, "R W"],
+    shape: Callable[[Float32[Array, "R V"]], Float32[Array, "R V"]],
+) -> Int32[Array, " R"]:
+    """As `sample`, from what `apply_options` makes of the logits."""
+    logits = apply_options(logits, rows, num_tokens, options, mask, shape)
+    return _choose(logits, rows, num_tokens)
+
+
+def apply_options(
+    logits: Float32[Array, "R V"],
+    rows: RowFields,
+    num_tokens: Int32[Array, " R"],
+    options: RowOptions,
+    mask: Int32[Array, "R W"],
+    shape: Callable[[Float32[Array, "R V"]], Float32[Array, "R V"]],
+) -> Float32[Array, "R V"]:
+    """The logits after everything that comes before the temperature.
+
+    Order: mask and allowed tokens; bad words and min_tokens, unless they leave nothing; `shape`,
+    which is bias, penalties and logits processors.
+    """
+    masked = bar_by_masks(logits, options, mask)
+
+    def bar_and_shape() -> Float32[Array, "R V"]:
+        barred = jax.lax.cond(
+            (options.bad_words != 0).any(),
+            lambda: bar_bad_words(masked, options),
+            lambda: masked,
+        )
+        barred = bar_stop_tokens(barred, rows, num_tokens)
+        is_nothing = jnp.isneginf(barred).all(axis=-1, keepdims=True)
+        return shape(jnp.where(is_nothing, masked, barred))
+
+    is_needed = (rows.has_options != 0) | (num_tokens < rows.min_len)
+    return jax.lax.cond(is_needed.any(), bar_and_shape, lambda: masked)
+
+
+def bar_stop_tokens(
+    logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
+) -> Float32[Array, "R V"]:
+    """-inf for the stop token ids of rows that are still below their min_len."""
+    return jax.lax.cond(
         (num_tokens < rows.min_len).any(),
         lambda: _bar_stop_tokens(logits, rows, num_tokens),
         lambda: logits,
     )
+
+
+def _choose(
+    logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
+) -> Int32[Array, " R"]:
+    """The likeliest token where the temperature is 0, else a random one."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_greedy = rows.temperature == 0
     return jax.lax.cond(
@@ -40,17 +96,9 @@ def sample(
     )
 
 
-def bar_by_mask(logits: Float32[Array, "R V"], mask: Int32[Array, "R W"]) -> Float32[Array, "R V"]:
-    """-inf where a row's bit is 0; bit i % 32 of word i // 32 is that of token i."""
-    num_rows, vocab_size = logits.shape
-    bits = mask[:, :, None] >> jnp.arange(32) & 1
-    return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
-
-
 def _bar_stop_tokens(
     logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
 ) -> Float32[Array, "R V"]:
-    """-inf for the stop token ids of rows that are still below their min_len."""
     is_barred = (num_tokens < rows.min_len)[:, None] & (rows.stop_token_ids >= 0)
     columns = jnp.where(is_barred, rows.stop_token_ids, logits.shape[1])
     lines = jnp.arange(logits.shape[0])[:, None]

@@ -8,6 +8,7 @@ compiled once a number of rows, not once a bucket.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
@@ -22,27 +23,41 @@ from jaxserve.worker.batch_state import (
     unpack_delta,
 )
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.sampler import bar_by_mask, sample
+from jaxserve.worker.row_options import (
+    OptionSpec,
+    OptionState,
+    count_tokens,
+    read_options,
+    shape_logits,
+)
+from jaxserve.worker.sampler import sample, sample_with_options
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """All that is static in a step but the bucket."""
+    """All that is static in a step but the bucket.
+
+    dtype: of weights and activations.  max_num_tokens: token slots of the largest bucket.
+    """
 
     info: ModelInfo
     layout: KVCacheLayout
     attention: str
+    dtype: jax.typing.DTypeLike
+    max_num_tokens: int
 
 
 class DeviceState(NamedTuple):
-    """What lives on the device between steps; every step donates it and returns it changed.
+    """What `forward` donates and returns changed.
 
     Its leaves are arrays, or what stands for arrays in JAX, as in `KVCache`.
+    hidden: the hidden states of the last step's tokens, from the first on.
     """
 
     table: Any  # Int32[Array, "lines C"]
     kv_cache: KVCache
+    hidden: Any  # Float[Array, "T D"]
 
 
 def forward(
@@ -94,21 +109,44 @@ def forward(
     last_tokens = jnp.maximum(delta.cu_q_lens[1:] - 1, 0)
     logits = model.logits(params, spec.info, hidden[last_tokens])
     sampling_rows = jnp.where(delta.samples.astype(bool), delta.rows, table.shape[0])
-    return logits, sampling_rows, DeviceState(advance(table, delta), kv_cache)
+    kept = jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0))
+    return logits, sampling_rows, DeviceState(advance(table, delta), kv_cache, kept)
 
 
 def sample_step(
     logits: Float32[Array, "R V"],
     sampling_rows: Int32[Array, " R"],
     table: Int32[Array, "lines C"],
-    mask: Int32[Array, "R W"] | None = None,
 ) -> tuple[Int32[Array, " R"], Int32[Array, "lines C"]]:
     """Samples from `forward`'s logits; returns tokens in batch row order, and the table.
 
-    mask: bits of the tokens that each row may sample, as in `messages.GrammarMask`.
+    For steps of which no sampling row has options or a mask.
     """
     rows = read_rows(table, sampling_rows)
-    if mask is not None:
-        logits = bar_by_mask(logits, mask)
     sampled = sample(logits, rows, rows.num_computed)
     return sampled, set_last_tokens(table, sampling_rows, sampled)
+
+
+def sample_step_with_options(
+    spec: OptionSpec,
+    logits: Float32[Array, "R V"],
+    sampling_rows: Int32[Array, " R"],
+    table: Int32[Array, "lines C"],
+    state: OptionState,
+    mask: Int32[Array, "R W"],
+) -> tuple[Int32[Array, " R"], Int32[Array, "lines C"], OptionState]:
+    """As `sample_step`, for all options; returns their state too.
+
+    mask: bits of the tokens that each row may sample, as in `messages.GrammarMask`; zeros for rows
+    that may sample anything.
+    """
+    rows = read_rows(table, sampling_rows)
+    option_rows = jnp.where(rows.has_options != 0, sampling_rows, table.shape[0])
+    options = read_options(state.lines, option_rows, spec)
+
+    def shape(logits: Float32[Array, "R V"]) -> Float32[Array, "R V"]:
+        return shape_logits(logits, options, state.counts, option_rows, spec)
+
+    sampled = sample_with_options(logits, rows, rows.num_computed, options, mask, shape)
+    table = set_last_tokens(table, sampling_rows, sampled)
+    return sampled, table, count_tokens(state, options, option_rows, sampled, spec)

@@ -73,6 +73,13 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
+def result_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory that a program's results need beside donated arguments."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "this backend does not say what its programs need"
+    return max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
 def run_parallel[Key: Hashable](
     jobs: Mapping[Key, Callable[[], jax.stages.Compiled]],
 ) -> dict[Key, jax.stages.Compiled]:

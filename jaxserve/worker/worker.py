@@ -4,7 +4,6 @@ import concurrent.futures
 import functools
 import logging
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -15,10 +14,13 @@ from jaxserve.config import EngineConfig, check_resolved, replace
 from jaxserve.messages import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from jaxserve.worker import programs as compiled
 from jaxserve.worker import sizing, warmup
-from jaxserve.worker.buckets import Bucket, make_buckets
+from jaxserve.worker.buckets import make_buckets
+from jaxserve.worker.logits_processors import load_logits_processors
 from jaxserve.worker.model_runner import ModelRunner
-from jaxserve.worker.programs import Job, Key, Programs, empty_state, state_shapes
-from jaxserve.worker.step import DeviceState, StepSpec
+from jaxserve.worker.programs import Programs, RunnerState, empty_state
+from jaxserve.worker.row_options import OptionSpec
+from jaxserve.worker.step import StepSpec
+from jaxserve.worker.token_scores import top_sizes
 from jaxserve.worker.weights import load_params, param_shapes
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ class Worker:
         logger.info("Device: %s (%s)", device.device_kind, platform)
         config = sizing.resolve_for_device(self._config, device)
 
+        options = OptionSpec(config.info.vocab_size, load_logits_processors(config.info.vocab_size))
+        processors = tuple((p.name, p.num_args) for p in options.processors)
+        config = replace(config, logits_processors=processors)
         shapes = param_shapes(config.info, jnp.dtype(config.model.dtype))
         param_bytes = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
         free_bytes = sizing.memory_limit_bytes(device) - param_bytes
@@ -56,12 +61,13 @@ class Worker:
         )  # before the long work
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             loading = pool.submit(load_params, config.info, jnp.dtype(config.model.dtype), device)
-            config, programs, state = self._compile(config, platform, free_bytes, shapes)
+            config, programs, state = self._compile(config, platform, free_bytes, shapes, options)
             params = loading.result()
         self._runner = ModelRunner(
             programs,
             params,
             empty_state(state, device),
+            options,
             sizing.blocks_per_sequence(config),
             device,
         )
@@ -91,51 +97,55 @@ class Worker:
         platform: str,
         free_bytes: int,
         params: dict[str, jax.ShapeDtypeStruct],
-    ) -> tuple[EngineConfig, Programs, DeviceState]:
+        options: OptionSpec,
+    ) -> tuple[EngineConfig, Programs, RunnerState]:
         """Compiles all programs, for a KV cache of the size that the largest step leaves room for.
 
         Where the size does not hang on the step, all compile at once; else first what tells how
         much a step needs.
         """
-        layout = sizing.kv_cache_layout(config, platform)
-        spec = StepSpec(config.info, layout, config.worker.attention)
         scheduler = config.scheduler
         buckets = make_buckets(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
             sizing.smallest_bucket(platform),
+        )[::-1]  # the largest takes longest: it goes first
+        spec = StepSpec(
+            config.info,
+            sizing.kv_cache_layout(config, platform),
+            config.worker.attention,
+            jnp.dtype(config.model.dtype),
+            buckets[0].num_tokens,
         )
-        rows_and_blocks = scheduler.max_num_seqs, sizing.blocks_per_sequence(config)
+        per_row = sizing.blocks_per_sequence(config)
+        row_counts = sorted({bucket.num_rows for bucket in buckets})
 
-        def forward_jobs(buckets: Iterable[Bucket], num_blocks: int) -> dict[Key, Job]:
-            state = state_shapes(spec, *rows_and_blocks, num_blocks)
-            return {
-                ("forwards", bucket): functools.partial(
-                    compiled.compile_forward, spec, bucket, params, state
-                )
-                for bucket in buckets
-            }
+        def shapes(num_blocks: int) -> RunnerState:
+            step = compiled.state_shapes(spec, scheduler.max_num_seqs, per_row, num_blocks)
+            return compiled.runner_state_shapes(spec, options, row_counts, step)
 
-        buckets = buckets[::-1]  # the largest first: it takes longest
         # What a step needs does not depend on the cache's size: measured with the smallest one.
-        smallest = sizing.blocks_per_sequence(config) + 1
-        small_jobs = compiled.small_jobs(
-            spec,
-            sorted({bucket.num_rows for bucket in buckets}),
-            state_shapes(spec, *rows_and_blocks, smallest),
-        )
+        smallest = shapes(per_row + 1)
+        tops = top_sizes(config.model.max_logprobs, config.info.vocab_size)
+        small_jobs = compiled.small_jobs(spec, options, tops, params, smallest)
+        free_bytes -= compiled.state_bytes(smallest)
         size = functools.partial(sizing.size_kv_cache, config, platform, free_bytes)
         blocks = size(step_temp_bytes=0)
+
+        def forward_jobs(num_blocks: int) -> dict[compiled.Key, compiled.Job]:
+            return compiled.forward_jobs(spec, buckets, params, shapes(num_blocks).step)
+
         if blocks.depends_on_step:
-            programs = warmup.run_parallel(forward_jobs(buckets[:1], smallest) | small_jobs)
-            blocks = size(compiled.step_bytes(spec, buckets, programs))
-            programs |= warmup.run_parallel(forward_jobs(buckets, blocks.count))
+            largest = compiled.forward_jobs(spec, buckets[:1], params, smallest.step)
+            programs = warmup.run_parallel(largest | small_jobs)
+            blocks = size(compiled.step_bytes(programs))
+            programs |= warmup.run_parallel(forward_jobs(blocks.count))
         else:
-            programs = warmup.run_parallel(forward_jobs(buckets, blocks.count) | small_jobs)
-        sized = size(compiled.step_bytes(spec, buckets, programs))
+            programs = warmup.run_parallel(forward_jobs(blocks.count) | small_jobs)
+        sized = size(compiled.step_bytes(programs))
         if sized.count < blocks.count:  # the step leaves less than the platform's default
             blocks = sized
-            programs |= warmup.run_parallel(forward_jobs(buckets, sized.count))
+            programs |= warmup.run_parallel(forward_jobs(sized.count))
         logger.info(
             "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
             blocks.count,
@@ -144,5 +154,4 @@ class Worker:
             blocks.reason,
         )
         config = replace(config, num_kv_blocks=blocks.count)
-        state = state_shapes(spec, *rows_and_blocks, blocks.count)
-        return config, compiled.join_programs(programs), state
+        return config, compiled.join_programs(programs), shapes(blocks.count)

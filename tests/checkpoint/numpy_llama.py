@@ -9,6 +9,12 @@ from jaxserve.config import ModelInfo
 
 def last_logits(info: ModelInfo, read: Callable[[str], np.ndarray], ids: list[int]) -> np.ndarray:
     """float32 logits after the last of `ids`."""
+    head = "model.embed_tokens.weight" if info.tie_word_embeddings else "lm_head.weight"
+    return read(head).astype(np.float32, copy=False) @ hidden_states(info, read, ids)[-1]
+
+
+def hidden_states(info: ModelInfo, read: Callable[[str], np.ndarray], ids: list[int]) -> np.ndarray:
+    """float32 hidden states of `ids`, after the last norm."""
 
     def weight(name: str) -> np.ndarray:
         return read(name).astype(np.float32, copy=False)
@@ -20,8 +26,7 @@ def last_logits(info: ModelInfo, read: Callable[[str], np.ndarray], ids: list[in
     cos, sin = _rotation(info, len(ids))
     group = info.num_heads // info.num_kv_heads
     mask = np.triu(np.full((len(ids), len(ids)), -np.inf, np.float32), 1)
-    embedding = weight("model.embed_tokens.weight")
-    x = embedding[ids]
+    x = weight("model.embed_tokens.weight")[ids]
     for i in range(info.num_layers):
         layer = f"model.layers.{i}."
         h = norm(x, layer + "input_layernorm.weight")
@@ -39,8 +44,7 @@ def last_logits(info: ModelInfo, read: Callable[[str], np.ndarray], ids: list[in
         gate = h @ weight(layer + "mlp.gate_proj.weight").T
         up = h @ weight(layer + "mlp.up_proj.weight").T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ weight(layer + "mlp.down_proj.weight").T
-    head = embedding if info.tie_word_embeddings else weight("lm_head.weight")
-    return head @ norm(x[-1], "model.norm.weight")
+    return norm(x, "model.norm.weight")
 
 
 def _rotation(info: ModelInfo, length: int) -> tuple[np.ndarray, np.ndarray]:

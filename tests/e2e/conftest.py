@@ -53,6 +53,7 @@ def make_engine(demo_worker: tuple[Worker, EngineConfig]) -> Callable[..., Engin
             old._programs,
             old._params,
             old._state,
+            old._options,
             sizing.blocks_per_sequence(config),
             jax.local_devices()[0],
         )

@@ -50,8 +50,9 @@ def test_first_logits(demo_worker, dtype, sigma):
     _, config = demo_worker
     config = replace(config, dtype=dtype, num_kv_blocks=64)
     device = jax.local_devices()[0]
-    spec = StepSpec(config.info, sizing.kv_cache_layout(config, "cpu"), config.worker.attention)
     bucket = Bucket(num_tokens=64, num_rows=2, num_writes=128)
+    layout, attention = sizing.kv_cache_layout(config, "cpu"), config.worker.attention
+    spec = StepSpec(config.info, layout, attention, jnp.dtype(dtype), bucket.num_tokens)
     max_blocks = sizing.blocks_per_sequence(config)
     state = empty_state(state_shapes(spec, 4, max_blocks, 64), device)
     params = load_params(config.info, jnp.dtype(dtype), device)

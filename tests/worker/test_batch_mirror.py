@@ -35,6 +35,7 @@ class SimStep:
     """What one step must look like."""
 
     rows: list[int] = dataclasses.field(default_factory=list)
+    num_computed: list[int] = dataclasses.field(default_factory=list)
     q_lens: list[int] = dataclasses.field(default_factory=list)
     samples: list[bool] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -89,6 +90,7 @@ class Simulation:
             min_p=rng.choice([0.0, 0.125]),
             seed=rng.choice([0, 5, 2**64 - 2, 2**33 + 1]),
             min_tokens=rng.choice([0, 3]),
+            presence_penalty=rng.choice([0.0, 0.5]),
             stop_token_ids=tuple(range(rng.randrange(5))),
         )
         self.live[row] = SimRow(known, computed, len(known), len(blocks))
@@ -106,6 +108,7 @@ class Simulation:
         low, high = np.frombuffer(sampling.seed.to_bytes(8, "little"), np.int32)
         line[Field.SEED_LOW], line[Field.SEED_HIGH] = low, high
         self.bars_stops[row] = sampling.min_tokens > 0
+        line[Field.HAS_OPTIONS] = bool(sampling.presence_penalty)
         line[Field.MIN_LEN] = num_prompt_tokens + 3 if sampling.min_tokens else 0
         line[STOPS] = -1
         for i, stop in enumerate(sampling.stop_token_ids):
@@ -140,6 +143,7 @@ class Simulation:
                 continue
             positions = range(sim.computed, sim.computed + count)
             step.rows.append(row)
+            step.num_computed.append(sim.computed)
             step.q_lens.append(count)
             step.token_ids += [sim.known[p] if p < len(sim.known) else -1 for p in positions]
             sim.computed += count
@@ -167,7 +171,7 @@ def test_random_plans_against_a_simulation(rng, num_steps):
     for step_id in range(num_steps):
         plan, expected = simulation.next_plan(step_id)
         step = mirror.apply(plan)
-        for name in ("rows", "q_lens", "samples", "token_ids"):
+        for name in ("rows", "num_computed", "q_lens", "samples", "token_ids"):
             assert getattr(step, name).tolist() == getattr(expected, name), (name, plan)
         apply_writes(table, step)
         # Stop ids are not looked at where the row has no minimum length.
@@ -208,6 +212,7 @@ def a_step() -> StepInput:
         token_ids=np.array([11, 12, -1], np.int32),
         addresses=np.array([5, 4], np.int32),
         values=np.array([50, 40], np.int32),
+        num_computed=np.array([0, 7], np.int32),
     )
 
 

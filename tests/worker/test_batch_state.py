@@ -70,6 +70,7 @@ sampling_params = st.builds(
     min_p=st.one_of(probabilities, st.floats(0, 1)),
     seed=st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([2**31, 2**32, 2**63, 2**64 - 1])),
     min_tokens=st.integers(0, 50),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=MAX_STOP_TOKEN_IDS).map(tuple),
 )
 
@@ -108,6 +109,7 @@ def test_every_field_comes_back_as_it_was(params, order, num_prompt_tokens, num_
         assert got.seed[i].dtype == np.uint32
         assert int(got.seed[i, 0]) + (int(got.seed[i, 1]) << 32) == sampling.seed
         assert got.block_tables[i].tolist() == [rows[i], 7, rows[i] + 1]
+        assert got.has_options[i] == (sampling.frequency_penalty != 0)
         if sampling.min_tokens:
             assert got.min_len[i] == num_prompt_tokens + sampling.min_tokens
             unused = MAX_STOP_TOKEN_IDS - len(sampling.stop_token_ids)

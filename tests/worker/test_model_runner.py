@@ -42,10 +42,15 @@ def _small_extra_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted_programs(buckets: tuple[Bucket, ...] = tiny.BUCKETS) -> Programs:
     """Programs that all tests share, with counters of their own."""
-    forwards = {bucket: Counted(tiny.compiled_forward(bucket)) for bucket in buckets}
-    plain, masked = (Counted(tiny.compiled_sample(is_masked)) for is_masked in (False, True))
-    rows = tiny.NUM_ROWS
-    return Programs(forwards, {rows: plain}, {rows: masked}, Counted(tiny.compiled_writes()))
+    programs = tiny.compiled_programs()
+    forwards = {bucket: programs.forwards[bucket] for bucket in buckets}
+    return Programs(*(count_calls(field) for field in programs._replace(forwards=forwards)))
+
+
+def count_calls(field: dict | jax.stages.Compiled) -> dict | Counted:
+    if isinstance(field, dict):
+        return {key: Counted(program) for key, program in field.items()}
+    return Counted(field)
 
 
 def make_runner(programs: Programs | None = None) -> ModelRunner:
@@ -54,6 +59,7 @@ def make_runner(programs: Programs | None = None) -> ModelRunner:
         programs or counted_programs(),
         tiny.params(),
         tiny.fresh_state(),
+        tiny.OPTIONS,
         tiny.BLOCKS_PER_ROW,
         jax.local_devices()[0],
     )
@@ -156,7 +162,7 @@ def test_more_writes_than_the_bucket_holds(sampling):
     inside, outside = counted_programs((tiny.SMALL,)), counted_programs((tiny.LARGE,))
     expected = generate(make_runner(inside), prompt, sampling, [8, 8, 4])
     assert inside.writes.count == 0
-    # 9 fields and 5 blocks, or with stop ids 41 and 5; 8 writes ride on the step.
+    # 10 fields and 5 blocks, or with stop ids 42 and 5; 8 writes ride on the step.
     runner = make_runner(outside)
     assert generate(runner, prompt, sampling, [20]) == expected
     assert outside.writes.count == 1
@@ -318,16 +324,27 @@ def test_nothing_compiles_after_warm_up_and_what_does_is_counted():
     programs = counted_programs()
     runner = make_runner(programs)
     runner.warm_up()
-    forwards, samples, masked_samples, writes = programs
-    assert all(program.count == 1 for program in (*forwards.values(), writes))
-    assert samples[tiny.NUM_ROWS].count == masked_samples[tiny.NUM_ROWS].count == 2
+    counts = {
+        name: [p.count for p in (field.values() if isinstance(field, dict) else [field])]
+        for name, field in programs._asdict().items()
+    }
+    assert counts == {
+        "forwards": [1, 1],
+        "samples": [2],
+        "option_samples": [2],
+        "scores": [2, 2],
+        "prompt_scores": [2, 2],
+        "pool": [2],
+        "writes": [1],
+        "option_writes": [1],
+    }
     planner = tiny.Planner()
     planner.admit(0, tiny.prompt(20))
     planner.admit(3, tiny.prompt(2), SEEDED)
     for counts in ({0: 17, 3: 2}, {0: 3}, {}):
         runner.execute(planner.plan(counts)[0])
         assert runner.collect().num_compiles == 0
-    assert programs.writes.count == 2 and programs.forwards[tiny.LARGE].count == 2
+    assert programs.writes.count == 1 + 2 and programs.forwards[tiny.LARGE].count == 2
     compile_something(3)  # somebody else's program in the same process
     runner.execute(planner.plan()[0])
     assert runner.collect().num_compiles == 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxserve.messages import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.worker.batch_state import NUM_FIELDS, Field, RowFields, admission_fields, read_rows
 from jaxserve.worker.sampler import sample
+from tests.worker.numpy_options import kept_tokens
 
 NUM_ROWS, VOCAB = 8, 300  # not a multiple of the sampler's tile
 _sample = jax.jit(sample)
@@ -22,21 +23,6 @@ def rows_of(params: list[SamplingParams], num_prompt_tokens: int = 4) -> RowFiel
         fields = admission_fields(sampling, num_prompt_tokens, 0)
         line[: len(fields)] = fields
     return read_rows(jnp.asarray(table), jnp.arange(len(params), dtype=jnp.int32))
-
-
-def kept_tokens(logits: np.ndarray, p: SamplingParams) -> set[int]:
-    """The definition: sort, cut, renormalize. Ties at a cut stay together."""
-    scaled = logits.astype(np.float64) / p.temperature
-    weights = np.exp(scaled - scaled.max())
-    kept = weights >= p.min_p
-    if p.top_k:
-        kth = np.sort(weights)[::-1][min(p.top_k, len(weights)) - 1]
-        kept &= weights >= kth
-    weights = np.where(kept, weights, 0)
-    order = np.argsort(-weights, kind="stable")
-    total = np.cumsum(weights[order]) / weights.sum()
-    last = int(np.searchsorted(total, p.top_p + 1e-5))  # float32 sums may keep one more
-    return set(np.flatnonzero(kept & (weights >= weights[order[min(last, len(order) - 1)]])))
 
 
 params_strategy = st.builds(

@@ -314,6 +314,10 @@ def test_what_is_promised_fits(
         assert blocks.count * BLOCK_BYTES <= memory
 
 
+# Of the worker below, beside the KV cache: lines of the table, of options and of counts, masks,
+# hidden states of a step, pooled sums.
+OPTION_WORDS = 1 + 2 + 2 * 1024 + 128 * 8 + 7 + 3
+STATE_BYTES = 4 * (4 * (42 + 8) + 4 * OPTION_WORDS + 4 * 64 + 4 * 2 + 16 * 32 + 4 * 32)
 CPU_BLOCKS = 2 * GIB // BLOCK_BYTES  # the most that a CPU's cache has, unless told
 
 
@@ -337,16 +341,15 @@ def test_a_worker_takes_no_more_than_its_step_leaves_free(
 ):
     """The worker's own order of sizing and compiling; nothing is read, compiled or allocated."""
     param_bytes = sum(p.size * 4 for p in param_shapes(INFO, jnp.float32).values())
-    limit = param_bytes + free_blocks * BLOCK_BYTES
+    limit = param_bytes + free_blocks * BLOCK_BYTES + STATE_BYTES
     device = fake_device(platform, {"bytes_limit": limit, "bytes_in_use": 0})
     program = mock.Mock(spec=jax.stages.Compiled)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(warmup, "use_compilation_cache", lambda _: None)
     monkeypatch.setattr(warmup, "run_parallel", lambda jobs: dict.fromkeys(jobs, program))
-    logits_bytes = 4 * INFO.vocab_size * 4  # of one step; two are in flight
-    monkeypatch.setattr(
-        programs, "temp_bytes", lambda _: temp_blocks * BLOCK_BYTES - 2 * logits_bytes
-    )
+    result_bytes = BLOCK_BYTES // 16  # of each of 8 kinds of program, in two steps in flight
+    monkeypatch.setattr(programs, "result_bytes", lambda _: result_bytes)
+    monkeypatch.setattr(programs, "temp_bytes", lambda _: (temp_blocks - 1) * BLOCK_BYTES)
     for name in ("load_params", "empty_state", "ModelRunner"):
         monkeypatch.setattr(worker, name, mock.Mock())
     config = replace(CONFIG, served_model_name="tiny", **changes)
@@ -356,6 +359,9 @@ def test_a_worker_takes_no_more_than_its_step_leaves_free(
         assert count in ("refused", None)
         return
     state_shapes = worker.empty_state.call_args.args[0]
-    assert state_shapes.kv_cache.k.shape[1] == num_blocks
-    assert (num_blocks + temp_blocks) * BLOCK_BYTES <= limit - param_bytes
+    assert state_shapes.step.kv_cache.k.shape[1] == num_blocks
+    leaves = jax.tree.leaves(state_shapes)
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert state_bytes - num_blocks * BLOCK_BYTES == STATE_BYTES
+    assert param_bytes + state_bytes + temp_blocks * BLOCK_BYTES <= limit
     assert count in (num_blocks, None)

@@ -79,7 +79,7 @@ def run(state: DeviceState, uploads: list[np.ndarray]) -> tuple[list[np.ndarray]
 
 def test_logits_are_those_of_the_whole_sequence_from_scratch():
     """Every row that samples, in every step of the scenario: prompts, chunks, decoding."""
-    state, num_checked = tiny.fresh_state(), 0
+    state, num_checked = tiny.fresh_state().step, 0
     params, prompt_lens, sequences = {}, {}, {}
     plans = scenario()
     for (plan, sampling_rows), buffer in zip(plans, uploads_of(plans), strict=True):
@@ -113,14 +113,14 @@ def test_a_decode_step_equals_one_that_computes_everything_anew():
     planner = tiny.Planner()
     planner.admit(1, PROMPTS[0], SEEDED)
     plans = [planner.plan({1: 6})] + [planner.plan() for _ in range(8)]
-    decoded = [int(tokens[0]) for tokens in run(tiny.fresh_state(), uploads_of(plans))[0]]
+    decoded = [int(tokens[0]) for tokens in run(tiny.fresh_state().step, uploads_of(plans))[0]]
     assert len(decoded) == 9 and len(set(decoded)) > 4
     for num_known in range(1, 9):
         # What was decoded so far is given, in another row, in two chunks.
         anew = tiny.Planner()
         anew.admit(3, PROMPTS[0] + decoded[:num_known], SEEDED, num_prompt_tokens=6)
         plans = [anew.plan({3: 6}), anew.plan({3: num_known} if num_known != 1 else {})]
-        tokens, _ = run(tiny.fresh_state(), uploads_of(plans))
+        tokens, _ = run(tiny.fresh_state().step, uploads_of(plans))
         assert [t.tolist() for t in tokens] == [[], [decoded[num_known]]]
 
 
@@ -147,20 +147,22 @@ def poison(buffer: np.ndarray, rng: random.Random) -> np.ndarray:
 
 def poisoned_state(rng: random.Random) -> DeviceState:
     """NaN in every place of the cache, any bits in every place of the table."""
-    clean = tiny.fresh_state()
+    clean = tiny.fresh_state().step
     values = [rng.randint(-LARGEST, LARGEST) for _ in range(TABLE_SIZE)]
     table = np.array(values, np.int32).reshape(clean.table.shape)
     # The line that padding rows read.
     table[-1, [Field.TEMPERATURE, Field.TOP_P, Field.MIN_P]] = np.float32(np.nan).view(np.int32)
-    cache = (np.full(leaf.shape, np.nan, leaf.dtype) for leaf in clean.kv_cache)
-    return DeviceState(jax.device_put(table), KVCache(*map(jax.device_put, cache)))
+    cache = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in clean.kv_cache]
+    hidden = np.full(clean.hidden.shape, np.nan, clean.hidden.dtype)
+    arrays = jax.tree.map(jax.device_put, (table, KVCache(*cache), hidden))
+    return DeviceState(*arrays)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_padding_holds_does_not_matter(seed):
     rng = random.Random(seed)
     uploads = uploads_of(scenario())
-    expected, clean = run(tiny.fresh_state(), uploads)
+    expected, clean = run(tiny.fresh_state().step, uploads)
     dirty = poisoned_state(rng)
     table_before = np.array(dirty.table)
     tokens, dirty = run(dirty, [poison(buffer, rng) for buffer in uploads])
@@ -194,7 +196,7 @@ def num_bytes(state: DeviceState) -> int:
 
 
 def test_the_state_is_updated_in_place():
-    state = tiny.fresh_state()
+    state = tiny.fresh_state().step
     compiled = tiny.compiled_forward()
     assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes(state)
     leaves = jax.tree.leaves(state)
@@ -206,7 +208,7 @@ def test_the_state_is_updated_in_place():
 
 
 def test_the_table_is_updated_in_place():
-    table = tiny.fresh_state().table
+    table = tiny.fresh_state().step.table
     place = table.unsafe_buffer_pointer()
     nothing = np.full(tiny.EXTRA_WRITES, LARGEST, np.int32)
     written = tiny.compiled_writes()(table, nothing, nothing)

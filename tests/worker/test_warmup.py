@@ -12,7 +12,6 @@ import pytest
 
 from jaxserve.errors import UserError
 from jaxserve.worker import programs, warmup
-from jaxserve.worker.programs import state_shapes
 from jaxserve.worker.warmup import CompileCounter
 from tests.worker import tiny
 
@@ -55,9 +54,8 @@ def test_a_cache_directory_that_cannot_be_written_is_refused(tmp_path):
 
 def test_programs_do_not_depend_on_x64():
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tiny.params())
-    state = state_shapes(tiny.SPEC, tiny.NUM_ROWS, tiny.BLOCKS_PER_ROW, tiny.NUM_BLOCKS)
     with jax.enable_x64(True):
-        program = programs.compile_forward(tiny.SPEC, tiny.SMALL, params, state)
+        program = programs.compile_forward(tiny.SPEC, tiny.SMALL, params, tiny.shapes().step)
     logits, rows, _ = program.out_info
     assert (logits.dtype, rows.dtype) == (jnp.float32, jnp.int32)
 

@@ -12,10 +12,12 @@ from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
 from jaxserve.models.registry import model_for
 from jaxserve.worker import programs
 from jaxserve.worker.buckets import Bucket
-from jaxserve.worker.programs import empty_state, state_shapes
-from jaxserve.worker.step import DeviceState, StepSpec
+from jaxserve.worker.logits_processors import LogitsProcessor
+from jaxserve.worker.programs import Programs, RunnerState
+from jaxserve.worker.row_options import OptionSpec
+from jaxserve.worker.step import StepSpec
 from pallas_kernels.ragged_paged_attention import KVCacheLayout
-from tests.checkpoint.numpy_llama import last_logits
+from tests.checkpoint.numpy_llama import hidden_states, last_logits
 
 INFO = ModelInfo(
     path="",
@@ -42,7 +44,26 @@ SPEC = StepSpec(
         "cpu", INFO.num_layers, INFO.num_kv_heads, INFO.head_dim, "float32", BLOCK_SIZE
     ),
     "xla",
+    jnp.dtype("float32"),
+    LARGE.num_tokens,
 )
+
+
+def _scale(logits: jax.Array, args: jax.Array) -> jax.Array:
+    return logits * args[:, :1]
+
+
+def _add_to_id(logits: jax.Array, args: jax.Array) -> jax.Array:
+    """Adds to the token of the first argument what the second says."""
+    is_token = jnp.arange(logits.shape[1]) == args[:, :1]
+    return logits + jnp.where(is_token, args[:, 1:], 0)
+
+
+OPTIONS = OptionSpec(
+    INFO.vocab_size,
+    (LogitsProcessor("add_to_id", 2, _add_to_id), LogitsProcessor("scale", 1, _scale)),
+)
+TOPS = (5, INFO.vocab_size)
 GREEDY = SamplingParams(max_tokens=99, temperature=0.0)
 
 # A logit is a chain of about 9 sums a layer over at most 48 terms; each rounds by at most
@@ -118,6 +139,11 @@ def expected_logits(token_ids: list[int]) -> np.ndarray:
     return _expected_logits(tuple(token_ids))
 
 
+def expected_hidden(token_ids: list[int]) -> np.ndarray:
+    """The hidden states of all tokens after the last norm, by the NumPy model."""
+    return hidden_states(INFO, functools.partial(checkpoint_tensor, INFO, params()), token_ids)
+
+
 def greedy_tokens(prompt: list[int], num_tokens: int) -> list[int]:
     """The tokens that follow `prompt`, each computed from scratch; none is nearly another."""
     token_ids = list(prompt)
@@ -134,31 +160,42 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, INFO.vocab_size, length).tolist()
 
 
-def fresh_state() -> DeviceState:
+def shapes(num_blocks: int = NUM_BLOCKS) -> RunnerState:
+    """The whole state's shapes."""
+    step = programs.state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, num_blocks)
+    return programs.runner_state_shapes(SPEC, OPTIONS, [NUM_ROWS], step)
+
+
+def fresh_state() -> RunnerState:
     """An empty batch state and an empty cache."""
-    shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, NUM_BLOCKS)
-    return empty_state(shapes, jax.local_devices()[0])
+    return programs.empty_state(shapes(), jax.local_devices()[0])
 
 
 @functools.cache
 def compiled_forward(bucket: Bucket = SMALL, num_blocks: int = NUM_BLOCKS) -> jax.stages.Compiled:
     """The first half of a step, for a cache of any size."""
-    shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, num_blocks)
-    return programs.compile_forward(SPEC, bucket, params(), shapes)
+    return programs.compile_forward(SPEC, bucket, params(), shapes(num_blocks).step)
 
 
 @functools.cache
-def compiled_sample(is_masked: bool = False) -> jax.stages.Compiled:
+def compiled_sample() -> jax.stages.Compiled:
     """The second half of a step."""
-    shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, NUM_BLOCKS)
-    return programs.compile_sample(SPEC, NUM_ROWS, shapes, is_masked=is_masked)
+    return programs.compile_sample(SPEC, NUM_ROWS, shapes().step)
 
 
 @functools.cache
 def compiled_writes() -> jax.stages.Compiled:
     """Writes outside a step."""
-    shapes = state_shapes(SPEC, NUM_ROWS, BLOCKS_PER_ROW, NUM_BLOCKS)
-    return programs.compile_writes(shapes, EXTRA_WRITES)
+    return programs.compile_writes(shapes().step, EXTRA_WRITES)
+
+
+@functools.cache
+def compiled_programs() -> Programs:
+    """All of them, for both buckets."""
+    jobs = programs.small_jobs(SPEC, OPTIONS, TOPS, params(), shapes())
+    jobs |= {("forwards", b): functools.partial(compiled_forward, b) for b in BUCKETS}
+    jobs |= {("samples", NUM_ROWS): compiled_sample, ("writes", None): compiled_writes}
+    return programs.join_programs({key: job() for key, job in jobs.items()})
 
 
 @dataclasses.dataclass
