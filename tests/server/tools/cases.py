@@ -366,6 +366,8 @@ _OPENAI: list[Case] = [
         "", "Hi.", "<|channel|>final", "<|channel|>final" + 1100 * "x", "x to=functions.now"
     ),
     ("<|channel|>final<|message|>Hi.\n", "Hi.\n", []),
+    # A header that is too long is none, but its end begins a message.
+    ("<|channel|>" + 1100 * "x" + "<|message|>y", "<|channel|>" + 1100 * "x" + "y", []),
     (
         f"{_ANALYSIS}Hm\n<|end|><|start|>assistant{_ANALYSIS}Well.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",

@@ -163,14 +163,30 @@ def test_qwen3_coder_refuses_strings_that_text_cannot_hold(schema):
     assert FORMATS["qwen3_coder"].grammar([tool], parallel=False) is None
 
 
+def consumed_of(tokenizer, grammar: str | None, text: str) -> str:
+    """How much of the text the grammar allows."""
+    assert grammar is not None
+    matcher = matcher_of(tokenizer, grammar)
+    token_ids = tokenizer.tokenize_str(text)
+    return text_of(tokenizer, token_ids[: matcher.try_consume_tokens(token_ids)])
+
+
+def test_qwen3_coder_keeps_end_tags_out_of_strings(tokenizer):
+    tool = FunctionTool("f", parameters={"properties": {"a": {"type": "string"}}})
+    grammar = FORMATS["qwen3_coder"].grammar([tool], parallel=False)
+    before = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter"
+    after = ">\n</function>\n</tool_call>"
+    assert consumed_of(tokenizer, grammar, before + after) == before + after
+    assert consumed_of(tokenizer, grammar, f"{before}s>") == f"{before}s>"
+    inline = before.replace("x\n", "x")
+    assert consumed_of(tokenizer, grammar, f"{inline}>") == inline
+
+
 def test_every_tool_can_be_called_and_no_other(tokenizer):
     grammar = JSON_FORMAT.grammar(ALL_TOOLS, parallel=True)
-    assert grammar is not None
 
     def consumed(text: str) -> str:
-        matcher = matcher_of(tokenizer, grammar)
-        token_ids = tokenizer.tokenize_str(text)
-        return text_of(tokenizer, token_ids[: matcher.try_consume_tokens(token_ids)])
+        return consumed_of(tokenizer, grammar, text)
 
     text = (
         '[{"name": "get_weather", "parameters": {"city": "Zürich", "days": 1, "units": "c"}}, '
