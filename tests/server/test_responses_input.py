@@ -89,6 +89,13 @@ THOUGHT = ChatMessage(role="assistant", reasoning="a")
         ),
         ([think("a"), think("a")], [THOUGHT, THOUGHT]),
         (
+            [think("a"), said("b"), said("c")],
+            [
+                ChatMessage(role="assistant", reasoning="a", content="b"),
+                ChatMessage(role="assistant", content="c"),
+            ],
+        ),
+        (
             [said("a"), said("b")],
             [
                 ChatMessage(role="assistant", content="a"),
@@ -147,11 +154,13 @@ def test_options_of_the_chat() -> None:
         top_logprobs=3,
         chat_template_kwargs={"a": 1},
         stop=["x"],
+        structured_outputs={"regex": "x+"},
     )
     chat = chat_request(request, (ChatMessage(role="user", content="x"),))
     assert chat.messages[0] == ChatMessage(role="system", content="I")
     assert (chat.max_tokens, chat.reasoning_effort, chat.stop) == (7, "low", ["x"])
     assert (chat.logprobs, chat.top_logprobs) == (True, 3)
+    assert chat.structured_outputs is not None and chat.structured_outputs.regex == "x+"
     assert chat.parallel_tool_calls is False
     assert chat.chat_template_kwargs == {"a": 1}
     assert chat.tools is not None and chat.tools[0].function is not None

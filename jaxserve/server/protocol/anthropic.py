@@ -123,6 +123,14 @@ class MessagesRequest(GenerationRequest, frozen=True, kw_only=True):
             error="empty, or a block of an unknown kind",
         ),
     ]
+    max_tokens: Annotated[
+        int | None,
+        doc(
+            "Most tokens of the answer, thinking included.",
+            default="required, but to count tokens",
+            error="missing, below 1, or more than the context has",
+        ),
+    ] = None
     system: Annotated[str | list[InputBlock] | None, doc("The system message.", default="none")] = (
         None
     )
