@@ -31,16 +31,17 @@ class ExtrasRunner:
         self._device = device
         self._mirror = ExtrasMirror(pooled.shape[0], vocab_size)
 
-    def warm_up(
-        self, logits: Float32[Array, "R V"], tokens: Int32[Array, " R"], hidden: Float[Array, "T D"]
-    ) -> None:
-        """Runs each program for these shapes once on nothing."""
-        empty = np.zeros(0, np.int32)
+    def warm_up_scores(self, logits: Float32[Array, "R V"], tokens: Int32[Array, " R"]) -> None:
+        """Runs what scores as many sampled tokens once on nothing."""
         chosen = np.zeros((logits.shape[0], MAX_LOGPROB_TOKEN_IDS), np.int32)
         for top in self._programs.prompt_scores:
             jax.block_until_ready(self._score(logits, tokens, chosen, top))
-            prompt = PromptPlan([], top, np.zeros(1, np.int32), np.zeros(1, np.int32))
-            jax.block_until_ready(self._score_prompt(prompt, hidden))
+
+    def warm_up_prompts(self, hidden: Float[Array, "T D"]) -> None:
+        """Runs what is made of prompts once on nothing."""
+        empty, one = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        for top in self._programs.prompt_scores:
+            jax.block_until_ready(self._score_prompt(PromptPlan([], top, one, one), hidden))
         not_fresh = np.zeros(self._pooled.shape[0], np.int32)
         jax.block_until_ready(self._pool(PoolPlan(empty, not_fresh, []), hidden))
 
@@ -78,7 +79,9 @@ class ExtrasRunner:
 
     def _top(self, wanted: int) -> int:
         """The smallest compiled size of the top that holds `wanted`."""
-        return next(top for top in self._programs.prompt_scores if top >= wanted)
+        sizes = [top for top in self._programs.prompt_scores if top >= wanted]
+        assert sizes, f"{wanted} log-probabilities are more than --max-logprobs"
+        return min(sizes)
 
     def _score(
         self,

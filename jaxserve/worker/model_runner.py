@@ -72,13 +72,14 @@ class ModelRunner:
         self._write(empty, empty)
         encoded = np.zeros(self._options.line_len + self._options.vocab_size, np.int32)
         self._write_options(0, encoded)
-        for bucket in self._buckets:
-            forwarded = self._forward(0, nothing, bucket)
+        forwarded = {b.num_rows: self._forward(0, nothing, b) for b in self._buckets}
+        for of_rows in forwarded.values():
             for mask in (None, GrammarMask(0, [], b"")):
-                self._forwarded = forwarded
+                self._forwarded = of_rows
                 self._start_sampling(mask)
                 self.collect()
-            self._extras.warm_up(forwarded.logits, forwarded.sampling_rows, self._state.step.hidden)
+            self._extras.warm_up_scores(of_rows.logits, of_rows.sampling_rows)
+        self._extras.warm_up_prompts(self._state.step.hidden)
 
     def execute(self, plan: SchedulerOutput) -> None:
         """Starts one step; returns before it is done. What compiles here is counted.

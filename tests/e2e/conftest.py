@@ -28,6 +28,7 @@ def demo_config(demo_model_path: Path) -> EngineConfig:
         num_kv_blocks=320,
         max_num_seqs=16,
         max_num_batched_tokens=256,
+        max_logprobs=-1,
         forbid_compile=True,
         executor="in_process",
     )
