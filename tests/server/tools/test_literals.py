@@ -4,7 +4,7 @@ import ast
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.tools import FunctionTool
@@ -20,6 +20,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_reads_what_python_writes(value):
     text = literal_as_json(repr(value))
@@ -28,6 +29,7 @@ def test_reads_what_python_writes(value):
     assert ast.literal_eval(repr(value)) == value
 
 
+@settings(deadline=None)
 @given(VALUES, st.sampled_from([None, 1]))
 def test_reads_what_json_writes(value, indent):
     for ascii_only in (False, True):
@@ -38,6 +40,7 @@ def test_reads_what_json_writes(value, indent):
         assert is_json(written)
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from('{}[]",:\\utrue0123456789.eE+- \nnfals')))
 def test_knows_json(text):
     try:

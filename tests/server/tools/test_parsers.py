@@ -36,6 +36,7 @@ def test_reads(name, text, expected):
         assert read(FORMATS[name], cut(text, [place])) == expected
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ALL_CASES), st.sets(st.integers(0, 200)))
 def test_reads_alike_in_random_pieces(case, places):
     name, text, expected = case
@@ -57,7 +58,7 @@ FRAGMENTS = {
 }
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_takes_any_text(data):
     name = data.draw(st.sampled_from(sorted(FRAGMENTS)))
