@@ -12,7 +12,7 @@ from jaxserve.errors import EngineDeadError
 from jaxserve.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from jaxserve.metrics import ServerMetrics
 from jaxserve.sampling_params import SamplingParams
-from tests.fakes_engine import EOS, byte_level_tokenizer, make_config
+from tests.fakes_engine import EOS, byte_level_tokenizer, fake_logprobs, make_config
 
 
 class Sink:
@@ -250,3 +250,42 @@ def test_histogram_buckets_are_cumulative_with_inclusive_bounds() -> None:
     assert buckets[1] == ("0.0025", 2)
     assert buckets[-2] == ("10.0", 2)
     assert buckets[-1] == ("+Inf", 3)
+
+
+def test_a_slow_reader_gets_what_came_beside_the_tokens_too(harness: Harness) -> None:
+    """Outputs that pile up are merged: log-probabilities in order, the prompt's once."""
+    request_id, sink = harness.add(logprobs=0, prompt_logprobs=0)
+    pieces = [fake_logprobs(3 + i, [token_id], 0) for i, token_id in enumerate(b"abc")]
+    prompt = [fake_logprobs(1, [2, 3], 0)]
+    for token_id, piece in zip(b"abc", pieces, strict=True):
+        first = prompt if token_id == ord("a") else None
+        output = EngineCoreOutput(request_id, [token_id], logprobs=piece, prompt_logprobs=first)
+        harness.step(output)
+    merged, *later = sink.outputs
+    for output in later:
+        merged.merge(output)
+    assert (merged.text, merged.token_ids) == ("abc", [*b"abc"])
+    assert merged.logprobs == pieces
+    assert merged.prompt_logprobs == prompt
+
+
+def test_what_comes_beside_tokens_waits_for_their_text(harness: Harness) -> None:
+    request_id, sink = harness.add(logprobs=0)
+    for byte in "é".encode():
+        piece = fake_logprobs(3, [byte], 0)
+        harness.step(EngineCoreOutput(request_id, [byte], logprobs=piece))
+    (output,) = sink.outputs
+    assert [piece.num_tokens for piece in output.logprobs or ()] == [1, 1]
+
+
+def test_a_request_for_its_prompt_ends_without_a_token(harness: Harness) -> None:
+    request_id, sink = harness.add(max_tokens=0, prompt_logprobs=0, stop="a")
+    prompt = [fake_logprobs(1, [2, 3], 0)]
+    harness.step(EngineCoreOutput(request_id, [97], FinishReason.STOP, EOS, prompt_logprobs=prompt))
+    assert sink.outputs == [
+        RequestOutput(0, "", [], FinishReason.LENGTH, None, 0, None, prompt),
+    ]
+    assert harness.metrics.generation_tokens == 0
+    request_id, sink = harness.add(max_tokens=0, prompt_logprobs=0)
+    harness.step(EngineCoreOutput(request_id, [], FinishReason.ABORT))
+    assert sink.outputs[0].finish_reason is FinishReason.ABORT, "the engine gave up, it is no end"
