@@ -53,6 +53,7 @@ class TemplateProcess:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def render(self, template: str, variables: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
         """The text of `template`.
@@ -65,6 +66,8 @@ class TemplateProcess:
         """
         job = msgspec.json.encode(_Job(template, dict(variables), dict(wanted), self._timeout_s))
         with self._lock:
+            if self._is_closed:
+                raise RequestError("The server is shutting down.", status=503)
             popen = self._popen or self._start()
             assert popen.stdin is not None and popen.stdout is not None
             try:
@@ -85,7 +88,8 @@ class TemplateProcess:
         return result.text
 
     def close(self) -> None:
-        """Ends the process, also while it renders. Only once."""
+        """Ends the process, also while it renders. Nothing is rendered any more."""
+        self._is_closed = True
         popen = self._popen
         if popen is not None:
             popen.kill()
