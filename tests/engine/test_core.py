@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,15 @@ from jaxserve.messages import (
     UtilityCall,
     UtilityResult,
 )
-from tests.fakes import CompilingWorker, FakeWorker, fake_config, fake_output, fake_request
+from tests.fakes import (
+    CompilingWorker,
+    FakeWorker,
+    fake_config,
+    fake_embedding,
+    fake_logprobs,
+    fake_output,
+    fake_request,
+)
 
 WAIT_S = 20.0
 
@@ -63,7 +72,7 @@ class Engine:
             num_clients=num_clients,
         )
 
-    def add(self, request_id: str, prompt: list[int], **fields: int) -> None:
+    def add(self, request_id: str, prompt: list[int], **fields: Any) -> None:
         self.core.inputs.put(self.core.make_request(fake_request(request_id, prompt, **fields)))
 
     def run_until_idle(self) -> None:
@@ -113,6 +122,35 @@ def test_every_request_gets_its_tokens(async_scheduling: bool, num_kv_blocks: in
     stats = engine.messages(0)[-1].stats
     assert (stats.num_preemptions > 0) == (num_kv_blocks == 20)
     assert (stats.num_running, stats.num_waiting, stats.num_used_kv_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("num_kv_blocks", [512, 20])
+def test_what_comes_beside_tokens(async_scheduling: bool, num_kv_blocks: int) -> None:
+    """In pieces for long prompts, and again after a preemption."""
+    engine = Engine(async_scheduling=async_scheduling, num_kv_blocks=num_kv_blocks)
+    prompts = {f"r{i}": [i] * (9 * i + 1) for i in range(16)}
+    asks: list[dict[str, Any]] = [
+        {"logprobs": 2, "prompt_logprobs": 1}, {"pooling": "mean", "max_tokens": 1}, {},
+        {"logprob_token_ids": (5,), "max_tokens": 40},
+    ]  # fmt: skip
+    for i, (request_id, prompt) in enumerate(prompts.items()):
+        engine.add(request_id, prompt, **{"max_tokens": 20} | asks[i % 4])
+    engine.run_until_idle()
+    outputs = [output for message in engine.messages(0) for output in message.outputs]
+    for i, (request_id, prompt) in enumerate(prompts.items()):
+        first, *later = [output for output in outputs if output.request_id == request_id]
+        assert all(output.prompt_logprobs is None for output in later)
+        if i % 4 == 0:
+            pieces = first.prompt_logprobs
+            assert pieces is not None and sum(piece.num_tokens for piece in pieces) == 9 * i
+            assert b"".join(p.ranks for p in pieces) == fake_logprobs(prompt[1:]).ranks
+        for output in [first, *later]:
+            has_logprobs = i % 4 in (0, 3)
+            expected = fake_logprobs(output.new_token_ids) if has_logprobs else None
+            assert output.logprobs == expected
+            assert output.embedding == (fake_embedding(prompt) if i % 4 == 1 else None)
+    assert (engine.messages(0)[-1].stats.num_preemptions > 0) == (num_kv_blocks == 20)
 
 
 def test_async_scheduling_plans_one_step_ahead() -> None:

@@ -473,14 +473,24 @@ def test_equal_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_in_process_client_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    try_grammar = structured_output.try_grammar
+
+    def try_slowly(grammar: str, tokenizer: Any) -> Any:
+        time.sleep(0.3 if grammar == CHOICE else 0.0)
+        return try_grammar(grammar, tokenizer)
+
+    monkeypatch.setattr(structured_output, "try_grammar", try_slowly)
     monkeypatch.setattr("jaxserve.engine.core.load_tokenizer", lambda path: TOKENIZER)
     client = InProcClient(fake_config(executor="in_process"), worker_class="tests.fakes:FakeWorker")
     client.start()
     client.add_request(fake_request("a", [1], max_tokens=99, stop_token_ids=(EOS,), grammar=CHOICE))
-    tokens: list[int] = []
+    client.add_request(fake_request("bad", [1], grammar="start: nothing"))
+    outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
     while client.has_work:
         for output in client.step():
-            tokens += output.new_token_ids
+            outputs[output.request_id].append(output)
+    assert outputs["bad"] == [EngineCoreOutput("bad", [], FinishReason.ABORT)]
+    tokens = [token for output in outputs["a"] for token in output.new_token_ids]
     assert CHECKS[CHOICE](TOKENIZER.decode(tokens[:-1], skip_special_tokens=False))
     client.shutdown()
 
