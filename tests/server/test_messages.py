@@ -297,6 +297,8 @@ def test_thinking() -> None:
         assert off.endswith("(none)")
         effort = await rendered(server, output_config={"effort": "low"})
         assert effort.endswith("(low)")
+        switched = await rendered(server, chat_template_kwargs={"enable_thinking": False})
+        assert switched.endswith("<think></think>")
 
     run(test, plain("x"))
 
