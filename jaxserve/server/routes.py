@@ -20,7 +20,7 @@ from jaxserve.server.protocol.anthropic import (
     MessagesRequest,
     TokenCount,
 )
-from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from jaxserve.server.protocol.chat import ChatChunk, ChatCompletion, ChatCompletionRequest
 from jaxserve.server.protocol.common import ModelCard, ModelList
 from jaxserve.server.protocol.completions import (
     Completion,
@@ -75,6 +75,7 @@ ROUTES: tuple[Route, ...] = (
         request=ChatCompletionRequest,
         response=ChatCompletion,
         streams=True,
+        event=ChatChunk,
         generates=True,
     ),
     Route(

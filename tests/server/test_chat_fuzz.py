@@ -83,5 +83,5 @@ def test_no_body_gives_a_500() -> None:
         assert min(counts[200], counts[400]) > 15, counts
         await chat(server)
 
-    options = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    options: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     run(test, echoes, timeout_s=120, trust_request_chat_template=True, **options)

@@ -1,5 +1,7 @@
 """Reasoning in chats: a field of its own, counted, left out on demand, and before a grammar."""
 
+from typing import Any
+
 import pytest
 
 from tests.fakes_engine import FakeServer, says
@@ -96,7 +98,7 @@ def test_reasoning_then_calls() -> None:
         assert message["tool_calls"][0]["function"]["name"] == "time"
         assert choice["finish_reason"] == "tool_calls"
 
-    options = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    options: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     run(test, says(THOUGHT + call("time", "{}")), **options)
 
 

@@ -20,8 +20,9 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def is_match(grammar: str, text: str) -> bool:
+def is_match(grammar: str | None, text: str) -> bool:
     """Whether a grammar without special tokens takes the whole text."""
+    assert grammar is not None
     matcher, problem = try_grammar(grammar, _byte_tokenizer())
     assert problem is None, problem
     return all(matcher.try_consume_tokens([byte]) for byte in text.encode()) and (
@@ -265,7 +266,10 @@ def test_calls_that_must_be_need_no_template_that_shows_tools() -> None:
         await chat(server, tools=TOOLS, tool_choice="required")
         assert (await error(server, tools=TOOLS))["param"] == "tools"
 
-    options = {"chat_template": "{{ messages[0].content }}", "tool_call_parser": "hermes"}
+    options: dict[str, Any] = {
+        "chat_template": "{{ messages[0].content }}",
+        "tool_call_parser": "hermes",
+    }
     run(test, says(BERLIN), **options)
 
 
