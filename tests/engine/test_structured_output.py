@@ -1,7 +1,6 @@
 """Outputs keep to their grammars however steps are scheduled; what fails ends one request alone."""
 
 import json
-import logging
 import re
 import threading
 import time
@@ -556,14 +555,3 @@ def test_a_mask_before_forced_tokens_allows_the_first_alone() -> None:
     assert masked.forced == [(requests[0], list(b" one"))]
     assert np.flatnonzero(allowed[0]).tolist() == [THE]
     assert np.flatnonzero(allowed[1]).tolist() == [ord("x"), ord("y")]
-
-
-def test_many_masks_are_made_in_little_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Not a benchmark: one mask at a time in Python would take longer than this by far."""
-    caplog.set_level(logging.WARNING)
-    grammars = StructuredOutputs(lambda: TOKENIZER, 150_000)
-    cases = [(OBJECT, list(b'{"a'), {})] * 256
-    _, requests, _ = make_masks(grammars, *cases)
-    started_s = time.perf_counter()
-    grammars.mask(6, list(enumerate(requests)))
-    assert time.perf_counter() - started_s < 0.5
