@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxserve.config import EngineConfig, replace
 from jaxserve.engine.core import EngineCore
 from jaxserve.messages import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineOutput,
@@ -54,6 +55,7 @@ class Engine:
     ):
         self.executor = SharedExecutor(worker, runner)
         self._tokens: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.num_cached_tokens: dict[str, int] = {}
         self.stats = None
         self._core = EngineCore(replace(config, **changes), self.executor, self._on_output)
@@ -86,5 +88,6 @@ class Engine:
         self.stats = message.stats
         for output in message.outputs:
             self._tokens[output.request_id] += output.new_token_ids
+            self.outputs.setdefault(output.request_id, []).append(output)
             cached = self.num_cached_tokens.setdefault(output.request_id, 0)
             self.num_cached_tokens[output.request_id] = max(cached, output.num_cached_tokens)
