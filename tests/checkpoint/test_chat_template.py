@@ -113,7 +113,7 @@ def test_what_a_template_reads() -> None:
     )
     assert template.variables == {"tools", "messages", "shout"}
     template.check_takes({"tools": "tools", "shout": "kwargs.shout"})
-    with pytest.raises(RequestError, match="kwargs.own has no effect") as caught:
+    with pytest.raises(RequestError, match=r"kwargs\.own has no effect") as caught:
         template.check_takes({"own": "kwargs.own"})
     assert caught.value.param == "kwargs.own"
 

@@ -1,0 +1,99 @@
+"""Every output of the real model that is held to a grammar matches it, at any temperature."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.grammars import grammar_from_choice, grammar_from_json_schema, grammar_from_regex
+from jaxserve.llm import GenerationOutput
+from tests.e2e.json_schemas import SCHEMAS
+
+MAX_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    sizes = {"max_model_len": 512, "num_kv_blocks": 600, "max_num_batched_tokens": 64}
+    with LLM("smollm2-135m", dtype="float32", max_num_seqs=32, forbid_compile=True, **sizes) as llm:
+        yield llm
+
+
+def ask(llm: LLM, task: str, params: list[SamplingParams]) -> list[GenerationOutput]:
+    question = [{"role": "user", "content": f"{task} Answer with nothing else."}]
+    return llm.chat([question] * len(params), params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_sixty_schemas(llm: LLM, temperature: float):
+    params = [
+        SamplingParams(
+            grammar=grammar_from_json_schema(schema),
+            temperature=temperature,
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+        )
+        for seed, schema in enumerate(SCHEMAS.values())
+    ]
+    wrong = []
+    for (name, schema), answer in zip(
+        SCHEMAS.items(), ask(llm, "Write JSON.", params), strict=True
+    ):
+        reason = answer.outputs[0].finish_reason
+        if reason != "stop":
+            wrong.append((name, reason, answer.text))
+            continue
+        checker = jsonschema.Draft202012Validator(
+            schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
+        try:
+            wrong += [
+                (name, e.message, answer.text) for e in checker.iter_errors(json.loads(answer.text))
+            ]
+        except json.JSONDecodeError as error:
+            wrong.append((name, str(error), answer.text))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_regexes_and_choices(llm: LLM, temperature: float):
+    regexes = [
+        r"[0-9]{3}-[0-9]{4}",
+        r"(yes|no|maybe) [a-z]{2,5}",
+        r"[\u4e00-\u9fff]{1,4}",
+        r"😀{1,3}!",
+    ]
+    choices = ["positive", "négatif", "中立", "yes and no", "yes"]
+    grammars = [grammar_from_regex(regex) for regex in regexes] + [grammar_from_choice(choices)] * 8
+    params = [
+        SamplingParams(grammar=grammar, temperature=temperature, seed=seed, max_tokens=60)
+        for seed, grammar in enumerate(grammars)
+    ]
+    answers = ask(llm, "Write anything.", params)
+    for regex, answer in zip(regexes, answers, strict=False):
+        assert re.fullmatch(regex, answer.text) and answer.outputs[0].finish_reason == "stop"
+    assert {answer.text for answer in answers[len(regexes) :]} <= set(choices)
+
+
+def test_cut_at_max_tokens(llm: LLM):
+    grammar = grammar_from_json_schema(
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 50}
+    )
+    params = SamplingParams(grammar=grammar, temperature=0, max_tokens=9)
+    (answer,) = ask(llm, "Write JSON.", [params])
+    assert answer.outputs[0].finish_reason == "length"
+    assert len(answer.outputs[0].token_ids) == 9 and answer.text.startswith("[")
+
+
+def test_jump_ahead_changes_no_output(llm: LLM):
+    """With log-probabilities every token is sampled; without, forced ones are skipped."""
+    grammar = grammar_from_json_schema(SCHEMAS["many fields"])
+    params = [
+        SamplingParams(grammar=grammar, temperature=1, seed=3, max_tokens=300, logprobs=logprobs)
+        for logprobs in (None, 0)
+    ]
+    skipped, sampled = ask(llm, "Write JSON.", params)
+    assert skipped.outputs[0].token_ids == sampled.outputs[0].token_ids
