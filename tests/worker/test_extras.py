@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxserve.messages import RowExtras, SamplingParams, TokenLogprobs
-from jaxserve.worker import model_runner
+from jaxserve.worker import model_runner, programs, prompt_outputs
 from jaxserve.worker.model_runner import ModelRunner
+from jaxserve.worker.programs import RunnerState
 from jaxserve.worker.token_scores import top_sizes
 from tests.worker import tiny
 from tests.worker.numpy_options import log_softmax, shaped_logits
@@ -20,17 +21,16 @@ VOCAB = tiny.INFO.vocab_size
 TOLERANCE = 4 * tiny.LOGITS_TOLERANCE
 
 
-def make_runner() -> ModelRunner:
-    runner = ModelRunner(
-        tiny.compiled_programs(),
+def make_runner(state: RunnerState | None = None, **programs: object) -> ModelRunner:
+    """A runner that is not warmed up. programs: instead of those that all tests share."""
+    return ModelRunner(
+        tiny.compiled_programs()._replace(**programs),
         tiny.params(),
-        tiny.fresh_state(),
+        state or tiny.fresh_state(),
         tiny.OPTIONS,
         tiny.BLOCKS_PER_ROW,
         jax.local_devices()[0],
     )
-    runner.warm_up()
-    return runner
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +43,9 @@ def _small_extra_writes() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
     """An empty batch; every test releases its rows."""
-    return make_runner()
+    runner = make_runner()
+    runner.warm_up()
+    return runner
 
 
 def run(
@@ -281,23 +283,14 @@ def test_prompt_logprobs_by_any_chunks(runner, chunks, num_top):
     assert len(tokens[2]) > 0
 
 
-def test_more_prompt_tokens_than_are_scored_at_once(runner, monkeypatch):
+def test_more_prompt_tokens_than_are_scored_at_once(monkeypatch):
     """Three pieces, and two rows in the second of them."""
-    from jaxserve.worker import prompt_outputs
-
     monkeypatch.setattr(prompt_outputs, "_MAX_PIECE", 5)
     prompts = {1: tiny.prompt(7, seed=5), 3: tiny.prompt(8, seed=6)}
-    programs = tiny.compiled_programs()
-    shapes = tiny.shapes().step
-    small = tiny.programs.compile_prompt_scores(tiny.SPEC, tiny.params(), shapes, tiny.TOPS[0])
-    small_runner = ModelRunner(
-        programs._replace(prompt_scores={tiny.TOPS[0]: small}),
-        tiny.params(),
-        tiny.fresh_state(),
-        tiny.OPTIONS,
-        tiny.BLOCKS_PER_ROW,
-        jax.local_devices()[0],
+    small = programs.compile_prompt_scores(
+        tiny.SPEC, tiny.params(), tiny.shapes().step, tiny.TOPS[0]
     )
+    small_runner = make_runner(prompt_scores={tiny.TOPS[0]: small})
     requests = {row: (prompt, params(prompt_logprobs=2)) for row, prompt in prompts.items()}
     _, extras = run(small_runner, requests)
     for row, prompt in prompts.items():
@@ -355,6 +348,28 @@ def test_pooled_vectors_by_any_chunks(runner, pooling, chunks):
             got = np.frombuffer(extra.embedding, "<f4")
             np.testing.assert_allclose(got, want, rtol=0, atol=tiny.LOGITS_TOLERANCE)
             assert extra.logprobs is extra.prompt_logprobs is None
+
+
+def test_what_earlier_steps_have_left_does_not_matter():
+    """NaN in all hidden states and sums, and in options and counts that nobody has."""
+    clean = tiny.fresh_state()
+    nan = [
+        jax.device_put(np.full(a.shape, np.nan, a.dtype)) for a in (clean.step.hidden, clean.pooled)
+    ]
+    options = jax.tree.map(
+        lambda a: jax.device_put(np.full(a.shape, 2**30 + 7, a.dtype)), clean.options
+    )
+    state = clean._replace(step=clean.step._replace(hidden=nan[0]), pooled=nan[1], options=options)
+    requests = {
+        1: (PROMPT, params(pooling="mean", prompt_logprobs=1)),
+        2: (tiny.prompt(4), params(presence_penalty=9.0, bad_words=((1, 2), (3,)))),
+        3: (tiny.prompt(6), tiny.GREEDY),
+    }
+    chunks = {1: [7], 2: [0, 4], 3: [0, 0, 6]}  # the smaller bucket
+    want, want_extras = run(make_runner(), requests, chunks, num_steps=6)
+    got, got_extras = run(make_runner(state), requests, chunks, num_steps=6)
+    assert (got, got_extras) == (want, want_extras)
+    assert want_extras[1][0].embedding is not None
 
 
 def test_a_pooled_row_with_a_cached_prefix_is_refused(runner):

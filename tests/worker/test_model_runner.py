@@ -227,6 +227,30 @@ def test_one_thread_executes_and_another_collects():
     assert collected == expected
 
 
+def test_only_steps_with_sampling_rows_that_have_options_take_the_longer_program():
+    programs = counted_programs()
+    runner, planner = make_runner(programs), tiny.Planner()
+    plain, longer = programs.samples[tiny.NUM_ROWS], programs.option_samples[tiny.NUM_ROWS]
+    counts = []
+
+    def step(num_tokens: dict[int, int]) -> None:
+        runner.execute(planner.plan(num_tokens)[0])
+        runner.collect()
+        counts.append((plain.count, longer.count))
+
+    planner.admit(0, tiny.prompt(2))
+    planner.admit(1, tiny.prompt(4), SamplingParams(max_tokens=9, presence_penalty=1.0))
+    step({0: 2, 1: 3})  # row 1 does not sample yet
+    step({})
+    step({1: 0})
+    planner.release(1)
+    step({})
+    planner.admit(1, tiny.prompt(4))
+    step({1: 4})
+    assert counts == [(1, 0), (1, 1), (2, 1), (3, 1), (4, 1)]
+    assert programs.option_writes.count == 1
+
+
 # --- masks and forced tokens ---------------------------------------------------------------------
 
 
