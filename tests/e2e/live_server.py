@@ -25,15 +25,15 @@ def free_port() -> int:
 
 
 class LiveServer:
-    """One server process group. Its log goes to a file."""
+    """One server process group, run by `python`. Its log goes to a file."""
 
-    def __init__(self, log: Path, *flags: str, model: str = MODEL):
+    def __init__(self, log: Path, *flags: str, model: str = MODEL, python: str = sys.executable):
         self.port = free_port()
         self._log = log
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
                 [
-                    sys.executable,
+                    python,
                     "-m",
                     "jaxserve",
                     "serve",
