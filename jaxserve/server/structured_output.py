@@ -43,6 +43,12 @@ def grammar_of(
 
 
 def _of_response_format(wanted: ResponseFormat, special_tokens: Mapping[str, int]) -> str | None:
+    if wanted.schema is not None:
+        raise RequestError(
+            "response_format.schema is not supported; use the type json_schema and "
+            "json_schema.schema.",
+            param="response_format.schema",
+        )
     parts = {
         "json_schema": wanted.json_schema,
         "format": wanted.format,

@@ -8,8 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT
-from jaxserve.server.protocol.completions import UNSUPPORTED_IN_COMPLETIONS
+from jaxserve.errors import RequestError
+from jaxserve.server.protocol.anthropic import decode_messages_request
+from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT, decode_chat_request
+from jaxserve.server.protocol.completions import (
+    UNSUPPORTED_IN_COMPLETIONS,
+    decode_completion_request,
+)
+from jaxserve.server.protocol.decoding import BodyDecoder
+from jaxserve.server.protocol.responses import decode_responses_request
 from tests.fakes_engine import MODEL, VOCAB_SIZE, FakeServer, echoes, fake_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -233,10 +240,13 @@ ASKING: dict[str, Any] = {
     "return_token_offsets": True,
     "stream_interval": 2,
     "structured_outputs": {"regex": "x"},
+    "repeat_penalty": 2,
     "suffix": "x",
+    "tfs_z": 2,
     "tool_choice": "required",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "top_logprobs": 2,
+    "typical_p": 0.5,
     "use_beam_search": True,
     "watermarking": True,
 }
@@ -265,9 +275,54 @@ def test_what_is_not_implemented_is_refused_by_name(path: str, body: Any, names:
     asyncio.run(main())
 
 
+GENERATING = (
+    decode_chat_request,
+    decode_completion_request,
+    decode_messages_request,
+    decode_responses_request,
+)
+# Fields that change no answer of the routes that have them.
+LABELS = {"cache_control", "metadata", "prompt_cache_key", "safety_identifier"}
+
+
+@pytest.mark.parametrize("decoder", GENERATING, ids=lambda decoder: decoder.kind.__name__)
+def test_what_another_route_has_is_never_ignored(decoder: BodyDecoder) -> None:
+    known = {*decoder.kind.__struct_fields__, *decoder.unsupported}
+    for other in GENERATING:
+        assert set(other.kind.__struct_fields__) - known - LABELS == set(), other.kind.__name__
+
+
+# What llama.cpp, SGLang, Transformers and Mistral call what changes an answer.
+FOREIGN = (
+    "custom_logit_processor enable_thinking grammar max_new_tokens mirostat n_predict random_seed "
+    "repeat_penalty stop_regex typical_p"
+)
+
+
+@pytest.mark.parametrize(("path", "body"), ((CHAT, chat), (COMPLETIONS, completion)))
+def test_what_other_servers_have_is_refused_by_name(path: str, body: Any) -> None:
+    for name in FOREIGN.split():
+        response = post(path, body(**{name: 7}))
+        assert response.status_code == 400, name
+        assert response.json()["error"]["param"] == name
+
+
+def test_a_hint_never_names_what_the_route_refuses_too() -> None:
+    """/v1/messages has no structured_outputs, /v1/responses no max_tokens."""
+    for decoder, name in (
+        (decode_messages_request, "guided_json"),
+        (decode_responses_request, "max_new_tokens"),
+    ):
+        body = {"model": MODEL, "messages": [], "input": "x", "max_tokens": 1}
+        body = {k: v for k, v in body.items() if k not in decoder.unsupported} | {name: 1}
+        with pytest.raises(RequestError, match=f"^{name} is not supported.*Leave it out"):
+            decoder(json.dumps(body).encode())
+
+
 @pytest.mark.parametrize(
     ("name", "field"),
     (
+        ("stop_sequences", "stop"),
         ("guided_json", "structured_outputs.json"),
         ("guided_regex", "structured_outputs.regex"),
         ("ebnf", "structured_outputs.grammar"),

@@ -127,6 +127,10 @@ def test_nothing_is_asked_for(path: str, prompt: dict, options: dict) -> None:
             {"response_format": JSON_SCHEMA | {"type": "json_object"}},
             "response_format.json_schema",
         ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "response_format.schema",
+        ),
         ({"response_format": {"type": "text", "triggers": []}}, "response_format.triggers"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "x"}}, "structured_outputs"),

@@ -6,24 +6,29 @@ import msgspec
 from msgspec import Struct
 
 from jaxserve.server.protocol.common import GenerationRequest, doc
-from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.decoding import BodyDecoder, unsupported_but
 
 type StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 # --- the bodies ----------------------------------------------------------------------------------
 
-UNSUPPORTED_IN_MESSAGES: Final = UNSUPPORTED_BY_ALL | {
+UNSUPPORTED_IN_MESSAGES: Final = unsupported_but(
+    "chat_template_kwargs",
+    "messages",
+    "output_config",
+    "stop_sequences",
+    "system",
+    "thinking",
+) | {
     "best_of": (1,),
     "container": (),
     "context_management": ({},),
     "diagnostics": (),
     "inference_geo": (),
-    "input": (),
     "logprob_token_ids": (),
     "logprobs": (False,),
     "mcp_servers": ([],),
     "n": (1,),
-    "prompt": (),
     "prompt_logprobs": (),
     "response_format": (),
     "return_token_ids": (False,),

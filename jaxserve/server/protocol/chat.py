@@ -8,19 +8,31 @@ from msgspec import UNSET, Struct, UnsetType
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
-from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.decoding import BodyDecoder, unsupported_but
 from jaxserve.server.protocol.logprobs import ChatLogprobs, PromptLogprobs
 from jaxserve.server.protocol.structured_output import ResponseFormat, StructuredOutputs
 
 # Options of completions and of older or other APIs, which would do nothing here.
-UNSUPPORTED_IN_CHAT: Final = UNSUPPORTED_BY_ALL | {
+UNSUPPORTED_IN_CHAT: Final = unsupported_but(
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "include_reasoning",
+    "max_completion_tokens",
+    "messages",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "structured_outputs",
+) | {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt": (),
     "verbosity": (),
     "web_search_options": (),
 }

@@ -1,6 +1,6 @@
 """POST /v1/completions: its body and its answer."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -8,28 +8,22 @@ from msgspec import UNSET, Struct, UnsetType
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
-from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.decoding import BodyDecoder, unsupported_but
 from jaxserve.server.protocol.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxserve.server.protocol.structured_output import ResponseFormat, StructuredOutputs
 
 # Options of chats and of older or other APIs, which would do nothing here.
-UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = UNSUPPORTED_BY_ALL | {
-    "add_generation_prompt": (),
+UNSUPPORTED_IN_COMPLETIONS: Final = unsupported_but(
+    "echo",
+    "prompt",
+    "structured_outputs",
+) | {
     "audio": (),
     "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_reasoning": (),
-    "max_completion_tokens": (),
-    "messages": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (),
     "prediction": (),
-    "reasoning_effort": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),

@@ -15,11 +15,15 @@ _MISSING_FIELD_PATTERN = re.compile(r"missing required field `(\w+)`")
 
 # Options that no route has, with the values that ask for nothing; null is one always.
 UNSUPPORTED_BY_ALL: dict[str, tuple[Any, ...]] = {
+    "custom_logit_processor": (),
     "detokenize": (True,),
+    "dry_multiplier": (0,),
     "early_stopping": (False,),
     "ebnf": ("",),
     "ec_transfer_params": (),
+    "enable_thinking": (),
     "extra_args": ({},),
+    "grammar": ("",),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -30,58 +34,100 @@ UNSUPPORTED_BY_ALL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "lora_path": (),
+    "max_new_tokens": (),
     "media_io_kwargs": ({},),
+    "min_new_tokens": (0,),
+    "mirostat": (0,),
     "mm_processor_kwargs": ({},),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
     "prompt_embeds": (),
+    "random_seed": (),
     "regex": (),
+    "repeat_penalty": (1,),
     "repetition_detection": (),
+    "return_hidden_states": (False,),
     "return_mm_kwargs": (True,),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
+    "stop_regex": (),
     "stream_interval": (1,),
     "suffix": ("",),
+    "tfs_z": (1,),
     "thinking_token_budget": (-1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
+    "xtc_probability": (0,),
 }
-CHAT_OPTIONS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
+# Options of some generating routes, refused by the others, where they would do nothing.
+OPTIONS_OF_SOME: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (),
+    "background": (False,),
     "chat_template": (),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logprob_token_ids": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_logprobs": (),
+    "include": ([],),
+    "include_reasoning": (True,),
+    "input": (),
+    "instructions": (),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "messages": (),
+    "output_config": ({},),
+    "parallel_tool_calls": (True,),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({},),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "stop_sequences": ([],),
+    "store": (False,),
     "structured_outputs": ({},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
+    "system": (),
+    "text": ({}, {"format": {"type": "text"}}),
+    "thinking": (),
 }
 # What to use in place of an option of older versions or other servers.
 _REPLACED_BY = {
     "ebnf": "structured_outputs.grammar",
-    "functions": "tools",
+    "enable_thinking": "chat_template_kwargs",
     "function_call": "tool_choice",
+    "functions": "tools",
+    "grammar": "structured_outputs.grammar",
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
     "json_schema": "structured_outputs.json",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "random_seed": "seed",
+    "reasoning": "reasoning_effort",
     "regex": "structured_outputs.regex",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "structured_outputs": "output_config.format",
+    "text": "response_format",
 }
+
+
+def unsupported_but(*own: str) -> dict[str, tuple[Any, ...]]:
+    """What a generating route refuses: all but those options of some that are its own."""
+    return UNSUPPORTED_BY_ALL | {
+        name: neutral for name, neutral in OPTIONS_OF_SOME.items() if name not in own
+    }
 
 
 class BodyDecoder[T: msgspec.Struct]:
@@ -113,11 +159,27 @@ class BodyDecoder[T: msgspec.Struct]:
         for name, neutral in self.unsupported.items():
             value = getattr(others, name)
             if value is not UNSET and value is not None:
-                _check_neutral(name, value, neutral)
+                self._check_neutral(name, value, neutral)
         if isinstance(request, GenerationRequest):
             _check_stream(request)
         _check_labels(request)
         return request
+
+    def _check_neutral(self, name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+        for allowed in neutral:
+            # 0 and False are equal in Python, but not in JSON.
+            if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
+                return
+        instead = _REPLACED_BY.get(name, "")
+        field = instead.partition(".")[0]
+        if field in self.kind.__struct_fields__ and field not in self.unsupported:
+            what = f"Use {instead}."
+        else:
+            hint = f", or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
+            what = f"Leave it out{hint}."
+        raise RequestError(
+            f"{name} is not supported by this version of jaxserve. {what}", param=name
+        )
 
 
 def _validation_error(error: msgspec.ValidationError) -> RequestError:
@@ -131,22 +193,6 @@ def _validation_error(error: msgspec.ValidationError) -> RequestError:
         return RequestError(f"{param} is missing.", param=param)
     message = text.replace("`", "'")
     return RequestError(f"{param}: {message}." if param else f"{message}.", param=param or None)
-
-
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    for allowed in neutral:
-        # 0 and False are equal in Python, but not in JSON.
-        if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
-            return
-    if name in _REPLACED_BY:
-        raise RequestError(
-            f"{name} is not supported by this version of jaxserve. Use {_REPLACED_BY[name]}.",
-            param=name,
-        )
-    hint = f", or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
-    raise RequestError(
-        f"{name} is not supported by this version of jaxserve. Leave it out{hint}.", param=name
-    )
 
 
 def _check_stream(request: GenerationRequest) -> None:

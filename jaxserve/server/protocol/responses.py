@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Struct
 
 from jaxserve.server.protocol.common import GenerationRequest, doc
-from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.decoding import BodyDecoder, unsupported_but
 from jaxserve.server.protocol.logprobs import ChatTokenLogprob
 from jaxserve.server.protocol.structured_output import StructuredOutputs
 
@@ -16,7 +16,20 @@ type ResponseStatus = Literal[
 
 # --- the body ------------------------------------------------------------------------------------
 
-UNSUPPORTED_IN_RESPONSES: Final = UNSUPPORTED_BY_ALL | {
+UNSUPPORTED_IN_RESPONSES: Final = unsupported_but(
+    "background",
+    "chat_template_kwargs",
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "reasoning",
+    "store",
+    "structured_outputs",
+    "text",
+) | {
     "access_programs": (),
     "background_options": ({},),
     "best_of": (1,),
@@ -25,18 +38,14 @@ UNSUPPORTED_IN_RESPONSES: Final = UNSUPPORTED_BY_ALL | {
     "image": ({},),
     "logprob_token_ids": (),
     "logprobs": (False,),
-    "max_completion_tokens": (),
     "max_tokens": (),
     "max_tool_calls": (),
-    "messages": (),
     "moderation": (),
     "n": (1,),
     "previous_input_messages": (),
-    "prompt": (),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": ("in_memory",),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

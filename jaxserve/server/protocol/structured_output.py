@@ -18,6 +18,7 @@ class ResponseFormat(Struct, frozen=True):
     """`response_format`: text, json_object, json_schema or structural_tag.
 
     format: of a structural tag; older clients give structures and triggers instead.
+    schema: other servers' place for it, refused; json_schema.schema is the one here.
     """
 
     type: str
@@ -25,6 +26,7 @@ class ResponseFormat(Struct, frozen=True):
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    schema: Any = None
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True):
