@@ -177,9 +177,15 @@ async def collect(stream: RequestStream) -> list[RequestOutput]:
 
 
 def check_not_aborted(output: RequestOutput) -> None:
-    """Raises RequestError for a choice that the engine, not the client, ended early."""
+    """Raises RequestError for a choice that the engine, not the client, ended early.
+
+    It does so only where a grammar cannot go on, so trying again would not help: no 503.
+    """
     if output.finish_reason == FinishReason.ABORT:
-        raise RequestError("The engine aborted the request.", status=503)
+        raise RequestError(
+            "The engine aborted the request: its grammar cannot go on. Other options, such as "
+            "allowed_token_ids, may leave nothing that it allows."
+        )
 
 
 class Encoder(Protocol):
