@@ -1,6 +1,6 @@
 """What `tools`, `tool_choice` and `parallel_tool_calls` of a chat come to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,8 +96,18 @@ def _checked_tools(tools: Sequence[Tool]) -> list[FunctionTool]:
                 f"{name_path}: there is another tool {function.name!r}.", param=name_path
             )
         names.add(function.name)
+        _check_takes_object(function.parameters, f"{path}.function.parameters")
         checked.append(FunctionTool(function.name, function.description, function.parameters))
     return checked
+
+
+def _check_takes_object(schema: Mapping[str, Any] | None, path: str) -> None:
+    """Arguments are objects, so a schema of anything else could not be kept."""
+    kind = (schema or {}).get("type")
+    if kind is not None and "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise RequestError(
+            f"{path}.type must be object: arguments are objects.", param=f"{path}.type"
+        )
 
 
 def _choice(

@@ -247,6 +247,16 @@ def test_the_template_gets_the_tools_that_may_be_called(
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"tools": [{"function": {}}]}, "tools[0].function.name", "missing"),
         ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name", "characters"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters.type",
+            "must be object",
+        ),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"type": ["array", "null"]}}}]},
+            "tools[0].function.parameters.type",
+            "must be object",
+        ),
         ({"tools": [TIME, TIME]}, "tools[1].function.name", "another tool"),
         ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "", "Expected 'object"),
         ({"tools": [TIME] * 1025}, "tools", "up to 1024"),

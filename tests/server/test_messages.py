@@ -368,6 +368,11 @@ BAD = (
     ({"stop_sequences": ["x"] * 17}, 400, "stop_sequences takes up to 16"),
     ({"temperature": -1}, 400, "temperature must be"),
     ({"tools": [{"name": "x"}]}, 400, "tools[0].input_schema is missing"),
+    (
+        {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+        400,
+        "tools[0].input_schema.type must be object",
+    ),
     ({"tools": [{"name": "", "input_schema": {}}]}, 400, "tools[0].name must be"),
     ({"tools": [{"name": "x", "type": "bash_20250124"}]}, 400, "tools[0].type: only tools"),
     ({"tools": [TOOL | {"defer_loading": True}]}, 400, "tools[0].defer_loading is not"),

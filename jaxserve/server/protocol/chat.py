@@ -161,7 +161,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         doc(
             "Functions the model may call.",
             default="none",
-            error="no function, two of one name, or over 1024",
+            error="no function, parameters of no object, two of one name, or over 1024",
         ),
     ] = None
     tool_choice: Annotated[
