@@ -1,6 +1,8 @@
 """Grammars accept what they say, nothing else, and refuse what cannot be a grammar."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +26,47 @@ TOKENIZER = byte_level_tokenizer()
 VOCAB_SIZE = 300
 SPECIAL_TOKENS = {IM_START: 256, IM_END: 257}
 OBJECT = {"type": "json_schema", "json_schema": {"type": "object"}}
+
+
+def chain(length: int) -> str:
+    """Lark rules, each of which leads to the next."""
+    rules = [f'r{i}: "x" r{i + 1}' for i in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "x"'])
+
+
+def references(length: int) -> dict:
+    """A schema whose definitions each lead to the next."""
+    parts = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(length)}
+    return {"$defs": {**parts, f"a{length}": {}}, "$ref": "#/$defs/a0"}
+
+
+def test_what_would_overflow_the_stack_is_refused() -> None:
+    """llguidance recurses over rules and references; an overflow kills the process."""
+    with pytest.raises(RequestError, match="over 2000 lines"):
+        grammar_from_lark(chain(3000))
+    with pytest.raises(RequestError, match="over 65536 characters"):
+        grammar_from_lark('start: "a"' + " " * 65_536)
+    with pytest.raises(RequestError, match=r"over 2000 different \$ref"):
+        grammar_from_json_schema(references(20_000))
+
+
+def test_what_is_let_through_fits_on_the_stack_of_a_thread() -> None:
+    code = f"""
+import threading
+from jaxserve.grammars import grammar_from_json_schema, grammar_from_lark
+from jaxserve.grammars.pieces import STACK_BYTES
+threading.stack_size(STACK_BYTES)
+done = []
+def check():
+    grammar_from_lark({chain(1990)!r})
+    grammar_from_json_schema({references(1990)!r})
+    done.append(True)
+thread = threading.Thread(target=check)
+thread.start()
+thread.join()
+assert done
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

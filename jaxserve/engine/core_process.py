@@ -22,6 +22,7 @@ from jaxserve.engine.core import EngineCore, ExecutorFailed, InputFailed
 from jaxserve.engine.executor import Executor, make_executor
 from jaxserve.engine.executor.in_process import describe_error
 from jaxserve.errors import EngineDeadError, UserError
+from jaxserve.grammars.pieces import STACK_BYTES
 from jaxserve.logs import setup_logging
 from jaxserve.messages import (
     EngineCoreRequest,
@@ -183,6 +184,7 @@ def main() -> None:
         life_fd, "engine core", lambda: shutil.rmtree(start.socket_dir, ignore_errors=True)
     )
     setup_logging(decode_config(start.config).server.log_level, "core")
+    threading.stack_size(STACK_BYTES)  # of threads to come, which compile grammars
     sys.exit(run_engine_core(start))
 
 

@@ -15,8 +15,16 @@ from jaxserve.errors import RequestError
 # model may go on with blanks for ever.
 JSON_WHITESPACE = r"[ \t]{1,40}|\r?\n[ \t]{0,40}"
 
+# llguidance follows rules and references by recursion, at up to 25 KB of stack each. A grammar that
+# overflows the stack kills the process: so there is a limit, and room for what it lets through.
+MAX_GRAMMAR_LINES = 2000
+MAX_SCHEMA_REFS = 2000
+MAX_GRAMMAR_LEN = 65_536
+STACK_BYTES = 64 * 2**20
+
 # Errors in words, without the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
+_REF = re.compile(r'"\$ref": *"([^"]*)"')
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(
     r"(?P<kept>\\[^xuU])|\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8}))"
@@ -40,12 +48,30 @@ def check(grammar: str) -> tuple[str | None, bool]:
 
     One that names none is tried on a vocabulary of bytes, which shows whether anything matches it.
     """
+    if (problem := _too_deep(grammar)) is not None:
+        return problem, False
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         return refusal(messages[0]), False
     if any("no tokenizer" in message for message in messages):
         return None, True
     return try_grammar(grammar, _byte_tokenizer())[1], False
+
+
+def _too_deep(grammar: str) -> str | None:
+    """Whether the parts of a grammar could lead from one to the next more often than it may."""
+    try:
+        parts = json.loads(grammar)["grammars"]
+    except ValueError:  # no grammar list; llguidance says so
+        return None
+    for part in parts:
+        lark = part.get("lark_grammar", "")
+        text = lark + json.dumps(part.get("json_schema"))
+        if lark.count("\n") > MAX_GRAMMAR_LINES:
+            return refusal(f"it has over {MAX_GRAMMAR_LINES} lines")
+        if len(set(_REF.findall(text))) > MAX_SCHEMA_REFS:
+            return refusal(f"its schemas have over {MAX_SCHEMA_REFS} different $ref")
+    return None
 
 
 def try_grammar(grammar: str, tokenizer: LLTokenizer) -> tuple[LLMatcher, str | None]:
@@ -128,6 +154,8 @@ def lark_any_text(name: str, ends: Sequence[str], special_tokens: Mapping[str, i
 def lark_from_any(text: str, param: str | None) -> str:
     """Lark text of a Lark or GBNF text; not validated."""
     require_unicode(text, param)
+    if len(text) > MAX_GRAMMAR_LEN:
+        raise RequestError(refusal(f"it has over {MAX_GRAMMAR_LEN} characters"), param=param)
     if not _GBNF_RULE.search(text):
         return text
     try:

@@ -8,6 +8,7 @@ import logging
 import shlex
 import signal
 import ssl
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -24,6 +25,7 @@ from jaxserve.engine.executor import WORKER_CLASS
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.errors import EngineDeadError
+from jaxserve.grammars.pieces import STACK_BYTES
 from jaxserve.logs import setup_logging
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.app import build_app
@@ -52,6 +54,7 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
     Raises:
       UserError: the port, the model or a setting cannot be used.
     """
+    threading.stack_size(STACK_BYTES)  # of threads to come, which check grammars
     setup_logging(config.server.log_level, "api")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what odd clients send
     check_server_config(config.server)
