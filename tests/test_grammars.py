@@ -34,10 +34,10 @@ def chain(length: int) -> str:
     return "\n".join(["start: r0", *rules, f'r{length}: "x"'])
 
 
-def references(length: int) -> dict:
+def references(length: int, name: str = "a") -> dict:
     """A schema whose definitions each lead to the next."""
-    parts = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(length)}
-    return {"$defs": {**parts, f"a{length}": {}}, "$ref": "#/$defs/a0"}
+    parts = {f"{name}{i}": {"items": {"$ref": f"#/$defs/{name}{i + 1}"}} for i in range(length)}
+    return {"$defs": {**parts, f"{name}{length}": {}}, "$ref": f"#/$defs/{name}0"}
 
 
 def test_what_would_overflow_the_stack_is_refused() -> None:
@@ -46,8 +46,9 @@ def test_what_would_overflow_the_stack_is_refused() -> None:
         grammar_from_lark(chain(3000))
     with pytest.raises(RequestError, match="over 65536 characters"):
         grammar_from_lark('start: "a"' + " " * 65_536)
-    with pytest.raises(RequestError, match=r"over 2000 different \$ref"):
-        grammar_from_json_schema(references(20_000))
+    for name in ("a", 'a"', "a\\"):
+        with pytest.raises(RequestError, match=r"over 2000 different \$ref"):
+            grammar_from_json_schema(references(20_000, name))
 
 
 def test_what_is_let_through_fits_on_the_stack_of_a_thread() -> None:

@@ -24,7 +24,7 @@ STACK_BYTES = 64 * 2**20
 
 # Errors in words, without the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
-_REF = re.compile(r'"\$ref": *"([^"]*)"')
+_REF = re.compile(r'"\$ref": *"((?:[^"\\]|\\.)*)"')
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(
     r"(?P<kept>\\[^xuU])|\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8}))"
