@@ -379,11 +379,26 @@ def test_what_is_refused(make: Callable[[], str], words: str) -> None:
 def test_validation() -> None:
     assert validate_grammar(grammar_from_regex("a+")) is None
     assert "unknown name" in (validate_grammar("start: a") or "")
-    known = grammar_from_lark(f'start: "a" {IM_END}')
+    known = grammar_from_lark(f'start: "a" {IM_END}', special_tokens={IM_END: 257})
     unknown = grammar_from_lark('start: "a" <|none|>')
     assert "special tokens" in (validate_grammar(known) or "")
     assert validate_grammar(known, TOKENIZER, VOCAB_SIZE) is None
     assert "<|none|>" in (validate_grammar(unknown, TOKENIZER, VOCAB_SIZE) or "")
+
+
+def test_only_rules_name_special_tokens() -> None:
+    text = f'start: A {IM_END} "{IM_END}" /{IM_END}/ // {IM_END}\nA: "a" # {IM_END}'
+    grammar = json.loads(grammar_from_lark(text, special_tokens={IM_END: 257}))
+    lark = grammar["grammars"][0]["lark_grammar"]
+    assert lark.count("<[257]>") == 1 and lark.count(IM_END) == text.count(IM_END) - 1
+
+
+def test_text_that_spells_a_special_token_is_text(ll_tokenizer: LLTokenizer) -> None:
+    """The token itself would end the output."""
+    text = f"a{IM_END}b"
+    matcher = LLMatcher(ll_tokenizer, grammar_from_choice([text]))
+    tokens = matcher.compute_ff_tokens()
+    assert 257 not in tokens and bytes(tokens) == text.encode()
 
 
 def test_the_vocabulary_of_grammars_is_the_models(ll_tokenizer: LLTokenizer) -> None:

@@ -27,6 +27,7 @@ from jaxserve.grammars.pieces import (
     lark_grammar,
     lark_string,
     require_unicode,
+    special_tokens_by_id,
     try_grammar,
 )
 from jaxserve.grammars.structural_tag import grammar_from_structural_tag
@@ -44,6 +45,8 @@ __all__ = [
     "try_grammar",
     "validate_grammar",
 ]
+
+_PRIVATE = "\ue000"  # Unicode leaves it to private use; no text has it
 
 
 def grammar_from_json_schema(
@@ -107,9 +110,18 @@ def grammar_from_choice(
     return checked(lark_grammar(f"start: CHOICE\nCHOICE: {alternatives}\n"), param)
 
 
-def grammar_from_lark(text: str, *, param: str | None = "structured_outputs.grammar") -> str:
-    """Text that a grammar matches: Lark as llguidance reads it, or GBNF (`root ::= ...`)."""
-    return checked(lark_grammar(lark_from_any(text, param)), param)
+def grammar_from_lark(
+    text: str,
+    *,
+    special_tokens: Mapping[str, int] | None = None,
+    param: str | None = "structured_outputs.grammar",
+) -> str:
+    """Text that a grammar matches: Lark as llguidance reads it, or GBNF (`root ::= ...`).
+
+    special_tokens: the tokenizer's (name -> id), which Lark may name, as `<|im_end|>`.
+    """
+    lark = special_tokens_by_id(lark_from_any(text, param), special_tokens or {})
+    return checked(lark_grammar(lark), param)
 
 
 def grammar_after_text(
@@ -148,12 +160,36 @@ def make_grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer
     """llguidance's view of a tokenizer; takes about a second.
 
     vocab_size: of the model's logits, which may have more entries than the tokenizer has tokens.
+    Text that spells a special token is only text there: a grammar that demands it does not get the
+    token, which might end the output. Grammars name special tokens by id, as `<[2]>`.
     """
     eos = tokenizer.eos_token_id
     num_tokens = max(vocab_size, tokenizer.vocab_size)
     return LLTokenizer(
-        tokenizer.backend.to_str(), n_vocab=num_tokens, eos_token=None if eos is None else [eos]
+        _with_unspeakable_special_tokens(tokenizer.backend.to_str()),
+        n_vocab=num_tokens,
+        eos_token=None if eos is None else [eos],
     )
+
+
+def _with_unspeakable_special_tokens(tokenizer_json: str) -> str:
+    """The tokenizer with a private character in the name of each special token: llguidance would
+    read the name in a text as the token."""
+    parts = json.loads(tokenizer_json)
+    model, vocab = parts["model"], parts["model"].get("vocab")
+    parts["post_processor"] = None  # names them too, and only adds them around a text
+    for token in parts["added_tokens"]:
+        if token["special"]:
+            name = token["content"]
+            token["content"] = f"{name[:-1]}{_PRIVATE}{name[-1:]}"
+            if isinstance(vocab, dict) and name in vocab:
+                vocab[token["content"]] = vocab.pop(name)
+            if model.get("unk_token") == name:
+                model["unk_token"] = token["content"]
+    if isinstance(vocab, list):  # a Unigram model: (name, score) by id
+        new_names = {token["id"]: token["content"] for token in parts["added_tokens"]}
+        model["vocab"] = [(new_names.get(i, name), score) for i, (name, score) in enumerate(vocab)]
+    return json.dumps(parts, ensure_ascii=False)
 
 
 def _parse_json(text: str, param: str | None) -> Any:

@@ -195,6 +195,27 @@ def json_schema_text(
     return require_unicode(text, param)
 
 
+_LARK_TOKEN = re.compile(
+    r"""
+    // [^\n]* | \# [^\n]*                 # a comment
+    | " (?: \\. | [^"\\\n] )* "          # a string
+    | / (?: \\. | [^/\\\n] )+ /          # a regex
+    | < [^<>\s]+ >                        # a special token
+    """,
+    re.VERBOSE,
+)
+
+
+def special_tokens_by_id(lark: str, special_tokens: Mapping[str, int]) -> str:
+    """The grammar with `<[id]>` for each special token that a rule names."""
+
+    def by_id(match: re.Match[str]) -> str:
+        token_id = special_tokens.get(match[0])
+        return match[0] if token_id is None else f"<[{token_id}]>"
+
+    return _LARK_TOKEN.sub(by_id, lark)
+
+
 def _split_at(text: str, special_tokens: Mapping[str, int]) -> list[str]:
     """`text` cut around the names of special tokens; at least one piece."""
     if not special_tokens or not text:

@@ -129,7 +129,7 @@ def _of_structured_outputs(wanted: StructuredOutputs, special_tokens: Mapping[st
     if wanted.choice is not None:
         return grammar_from_choice(wanted.choice, param=param)
     if wanted.grammar is not None:
-        return grammar_from_lark(wanted.grammar, param=param)
+        return grammar_from_lark(wanted.grammar, special_tokens=special_tokens, param=param)
     assert wanted.structural_tag is not None
     return grammar_from_structural_tag(
         wanted.structural_tag, special_tokens=special_tokens, param=param
