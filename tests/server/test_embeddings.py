@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from jaxserve.messages import SamplingParams as CoreSamplingParams
+from jaxserve.server.protocol.decoding import BodyDecoder
+from jaxserve.server.protocol.embeddings import UNSUPPORTED_IN_EMBEDDINGS, EmbeddingRequest
 from tests.fakes_engine import MODEL, FakeServer, fake_embedding, says
+from tests.server.test_bad_input import GENERATING, LABELS
 from tests.server.test_options import run
 
 EMBEDDINGS = "/v1/embeddings"
@@ -164,6 +167,14 @@ def test_an_input_that_is_too_long(options: dict, kept: str) -> None:
         ({"input": "a", "request_id": ""}, "request_id", "ASCII"),
         ({"input": "a", "messages": []}, "messages", "not supported"),
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "not supported"),
+        ({"input": "a", "stream": True}, "stream", "or set it to false"),
+        ({"input": "a", "max_tokens": 5}, "max_tokens", "Leave it out."),
+        ({"input": "a", "temperature": 0}, "temperature", "or set it to 1"),
+        ({"input": "a", "embedding_types": ["int8"]}, "embedding_types", 'set it to ["float"]'),
+        ({"input": "a", "output_dtype": "int8"}, "output_dtype", 'or set it to "float"'),
+        ({"input": "a", "output_dimension": 4}, "output_dimension", "Use dimensions."),
+        ({"input": "a", "input_type": "query"}, "input_type", "not supported"),
+        ({"input": "a", "truncate": "END"}, "truncate", "Use truncate_prompt_tokens."),
     ),
 )
 def test_bad_requests(body: dict, param: str, text: str) -> None:
@@ -175,6 +186,25 @@ def test_bad_requests(body: dict, param: str, text: str) -> None:
         assert server.core.requests == []
 
     run(test)
+
+
+def test_what_does_nothing_here_is_refused_by_name() -> None:
+    async def test(server: FakeServer) -> None:
+        for name, neutral in UNSUPPORTED_IN_EMBEDDINGS.items():
+            response = await server.post(EMBEDDINGS, input="a", **{name: 7})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+            assert server.core.requests == []
+            for value in (None, *neutral):
+                await vectors(server, input="a", **{name: value})
+            server.core.requests.clear()
+
+    run(test)
+
+
+@pytest.mark.parametrize("decoder", GENERATING, ids=lambda decoder: decoder.kind.__name__)
+def test_no_option_of_generation_is_ignored(decoder: BodyDecoder) -> None:
+    known = {*EmbeddingRequest.__struct_fields__, *UNSUPPORTED_IN_EMBEDDINGS}
+    assert set(decoder.kind.__struct_fields__) - known - LABELS == set()
 
 
 def test_another_model_is_404() -> None:

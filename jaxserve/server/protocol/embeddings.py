@@ -1,23 +1,38 @@
 """POST /v1/embeddings: its body and its answer."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Struct
 
 from jaxserve.server.protocol.common import doc
-from jaxserve.server.protocol.decoding import UNSUPPORTED_BY_ALL, BodyDecoder
+from jaxserve.server.protocol.decoding import (
+    OPTIONS_OF_GENERATION,
+    BodyDecoder,
+    unsupported_but,
+)
 
-UNSUPPORTED_IN_EMBEDDINGS: Final[dict[str, tuple[Any, ...]]] = UNSUPPORTED_BY_ALL | {
-    "add_generation_prompt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "messages": (),
-    "padding": ("do_not_pad",),
-    "task": ("embed",),
-}
+# Options of generation, and of embeddings elsewhere.
+UNSUPPORTED_IN_EMBEDDINGS: Final = (
+    unsupported_but("input")
+    | OPTIONS_OF_GENERATION
+    | {
+        "embed_dtype": ("float32",),
+        "embedding_type": ("float",),
+        "embedding_types": (["float"],),
+        "endianness": ("native", "little"),
+        "input_type": (),
+        "late_chunking": (False,),
+        "normalized": (),
+        "output_dimension": (),
+        "output_dtype": ("float",),
+        "padding": ("do_not_pad",),
+        "prompt_name": (),
+        "task": ("embed",),
+        "truncate": (False, "NONE"),
+        "truncation": (False,),
+        "truncation_direction": (),
+    }
+)
 
 
 class EmbeddingRequest(Struct, frozen=True, kw_only=True):
