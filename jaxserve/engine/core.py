@@ -23,7 +23,7 @@ from jaxserve.engine.executor import Executor
 from jaxserve.engine.kv_cache_manager import KVCacheManager
 from jaxserve.engine.request import Request
 from jaxserve.engine.scheduler import Scheduler, StepPlan
-from jaxserve.engine.structured_output import StructuredOutputs
+from jaxserve.engine.structured_output import GrammarRefusedError, StructuredOutputs, warn_of_abort
 from jaxserve.errors import EngineDeadError
 from jaxserve.messages import (
     AbortRequests,
@@ -244,7 +244,10 @@ class EngineCore:
             request.matcher = matcher.result().deep_copy()
             self._scheduler.add_request(request)
             return
-        logger.error("request %s is aborted: %s", request.request_id, error)
+        if isinstance(error, GrammarRefusedError):
+            warn_of_abort(error)
+        else:
+            logger.error("no grammar can be compiled, a request is aborted: %s", error)
         output = EngineCoreOutput(request.request_id, [], FinishReason.ABORT)
         self._emit_outputs([(request.client_idx, output)])
 

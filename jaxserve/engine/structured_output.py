@@ -36,6 +36,10 @@ class Masked(NamedTuple):
     ended: list[tuple[Request, FinishReason]]
 
 
+class GrammarRefusedError(ValueError):
+    """A request's grammar cannot be compiled; `str()` says why."""
+
+
 class StructuredOutputs:
     """Compiled grammars for one model. `compile` may be called by any thread, the rest by the one
     that runs the loop.
@@ -59,7 +63,7 @@ class StructuredOutputs:
         self._executor: LLExecutor | None = None
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
-        """A matcher to copy; a ValueError of the future says why there is none."""
+        """A matcher to copy; GrammarRefusedError of the future says why there is none."""
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
@@ -108,7 +112,7 @@ class StructuredOutputs:
                 self._tokenizer = make_grammar_tokenizer(self._load_tokenizer(), self._vocab_size)
         matcher, problem = try_grammar(grammar, self._tokenizer)
         if problem is not None:
-            raise ValueError(problem)
+            raise GrammarRefusedError(problem)
         return matcher
 
     def _fill(self, matchers: list[tuple[LLMatcher, int]], words: np.ndarray) -> None:
@@ -134,7 +138,7 @@ class StructuredOutputs:
         """
         matcher, sampling = _matcher(request), request.sampling
         if matcher.is_error():
-            _log_failure(request, describe_error(matcher))
+            warn_of_abort(describe_error(matcher))
             return FinishReason.ABORT
         is_complete = matcher.is_accepting()
         may_stop = request.num_output_tokens >= sampling.min_tokens
@@ -148,8 +152,13 @@ class StructuredOutputs:
             return None
         if is_complete:
             return FinishReason.STOP
-        _log_failure(request, "its other options forbid every token that the grammar allows")
+        warn_of_abort("its other options forbid every token that the grammar allows")
         return FinishReason.ABORT
+
+
+def warn_of_abort(problem: object) -> None:
+    """Says that a request ends because of its grammar, which any client can cause."""
+    logger.warning("one request is aborted, and no other, for its grammar: %s", problem)
 
 
 def _matcher(request: Request) -> LLMatcher:
@@ -205,7 +214,3 @@ def _bits(token_ids: tuple[int, ...], num_words: int) -> np.ndarray:
     words = np.zeros(num_words, np.uint32)
     _set_bits(words, token_ids, True)
     return words
-
-
-def _log_failure(request: Request, problem: str) -> None:
-    logger.error("request %s is aborted: %s", request.request_id, problem)
