@@ -24,6 +24,7 @@ from jaxserve.server.chat_settings import ChatSettings
 from jaxserve.server.choice_parser import ChoiceParser
 from jaxserve.server.generation import Format, ServerContext, check_model, respond
 from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.protocol.structured_output import StructuredOutputs
 from jaxserve.server.reasoning import ReasoningFormat, make_answer_parser
 from jaxserve.server.structured_output import grammar_of
 from jaxserve.server.tool_choice import ToolPlan, plan_tools
@@ -197,6 +198,7 @@ class _Answer:
             make_call_id=self._make_call_id,
             count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
             max_calls=None if self._plan.is_parallel else 1,
+            calls_only=self._plan.must_call,
             reasoning_end_id=self._reasoning_end_id,
         )
 
@@ -207,13 +209,18 @@ class _Answer:
           RequestError: it is not valid; `param` is the field that asks for it.
         """
         request, plan = self._request, self._plan
-        # With tool_choice required the answer has no content, whose format could matter.
         grammar = grammar_of(
             request.response_format,
             request.structured_outputs,
             self._tokenizer.special_token_ids,
         )
-        param = "response_format" if request.structured_outputs is None else "structured_outputs"
+        is_structured = request.structured_outputs not in (None, StructuredOutputs())
+        param = "structured_outputs" if is_structured else "response_format"
+        if grammar is not None and plan.must_call:
+            raise RequestError(
+                f"{param} does not go with a tool_choice whose answer is calls and nothing else.",
+                param=param,
+            )
         if grammar is not None:
             grammar = self._after_reasoning(grammar, "content", self._settings.reasoning_format)
         if plan.must_call:

@@ -60,6 +60,8 @@ class ChoiceParser:
       make_call_id: gives each call its id.
       count_tokens: of a text.
       max_calls: calls behind these are dropped; None is no limit.
+      calls_only: the answer is held to calls; what else is in it is one that was cut off, and is
+        dropped.
       reasoning_end_id: the token that ends the reasoning, where it is always one.
 
     Attributes:
@@ -73,12 +75,14 @@ class ChoiceParser:
         make_call_id: Callable[[], str],
         count_tokens: Callable[[str], int],
         max_calls: int | None = None,
+        calls_only: bool = False,
         reasoning_end_id: int | None = None,
     ):
         self._parser = parser
         self._make_call_id = make_call_id
         self._count_tokens = count_tokens
         self._max_calls = max_calls
+        self._calls_only = calls_only
         self._reasoning_end_id = reasoning_end_id
         self._num_tokens_to_end = 0
         self._is_ended = False
@@ -116,7 +120,7 @@ class ChoiceParser:
         calls: dict[int, ToolCallDelta] = {}
         for event in events:
             match event:
-                case ContentDelta(text):
+                case ContentDelta(text) if not self._calls_only:
                     content.append(text)
                 case ReasoningDelta(text):
                     reasoning.append(text)

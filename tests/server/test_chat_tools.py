@@ -8,10 +8,12 @@ import pytest
 
 from jaxserve.grammars.pieces import _byte_tokenizer, try_grammar
 from tests.fakes_engine import FakeServer, says
-from tests.server.chats import TIME, WEATHER, both, call, chat, error, prompt_of, run, streamed
+from tests.server.chats import HI, TIME, WEATHER, both, call, chat, error, prompt_of, run, streamed
 
 TOOLS = [WEATHER, TIME]
-BERLIN = call("weather", '{"city": "Berlin"}')
+ARGUMENTS = '{"city": "Berlin"}'
+BERLIN = call("weather", ARGUMENTS)
+LONG: dict[str, Any] = {"messages": HI, "max_tokens": 100}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -173,6 +175,110 @@ def test_an_answer_in_json_or_calls() -> None:
         assert is_match(grammar, '{"a": 1}') and is_match(grammar, BERLIN)
         assert not is_match(grammar, '{"a": "1"}')
         assert not is_match(grammar, "Hello") and not is_match(grammar, call("weather", "{}"))
+
+    run(test, says(BERLIN), tool_call_parser="hermes")
+
+
+@pytest.mark.parametrize("choice", ("required", NAMED, allowed("required", "time")))
+def test_an_answer_that_must_be_calls_has_no_content_to_ask_for(choice: Any) -> None:
+    schema = {"name": "x", "schema": {"type": "object"}}
+    asked = (
+        ("structured_outputs", {"regex": "a+"}),
+        ("structured_outputs", {"json": {"type": "object"}}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": schema}),
+    )
+
+    async def test(server: FakeServer) -> None:
+        tools = {"tools": TOOLS, "tool_choice": choice}
+        for name, wanted in asked:
+            found = await error(server, **tools, **{name: wanted})
+            assert found["param"] == name
+            assert "tool_choice" in found["message"]
+        wanted = {"type": "json_object"}
+        found = await error(server, **tools, response_format=wanted, structured_outputs={})
+        assert found["param"] == "response_format"
+        both_ask = {"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}
+        assert (await error(server, **tools, **both_ask))["param"] == "structured_outputs"
+        options = {
+            "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "any"},
+        }
+        form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+        response = await server.post("/v1/messages", **LONG, **options, output_config=form)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith("output_config.format does not go")
+        await chat(server, **tools, response_format={"type": "text"})
+
+    run(test, says(BERLIN), tool_call_parser="hermes")
+
+
+def test_calls_that_must_be_are_never_content_however_they_are_cut_off() -> None:
+    def one(name: str, arguments: str) -> str:
+        return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+    texts = {
+        "auto": f"[{one('weather', ARGUMENTS)}, {one('time', '{}')}]",
+        "hermes": f"{BERLIN}\n{call('time', '{}')}",
+    }
+
+    async def test(server: FakeServer, text: str) -> None:
+        seen: set[tuple[str, ...]] = set()
+        for length in range(1, len(text), 3):
+            (choice,) = await both(server, tools=TOOLS, tool_choice="required", max_tokens=length)
+            assert not choice["message"]["content"], length
+            assert choice["finish_reason"] == "length"
+            calls = choice["message"].get("tool_calls", ())
+            for found, arguments in zip(calls, (ARGUMENTS, "{}"), strict=False):
+                assert arguments.startswith(found["function"]["arguments"])
+            seen.add(tuple(names_of(choice)))
+        assert seen == {(), ("weather",), ("weather", "time")}
+
+    for parser, text in texts.items():
+        run(lambda server, text=text: test(server, text), says(text), tool_call_parser=parser)
+
+
+@pytest.mark.parametrize("max_tokens", (5, 60))
+@pytest.mark.parametrize("stream", (False, True))
+def test_other_routes_show_no_call_that_is_cut_off_either(max_tokens: int, stream: bool) -> None:
+    text = f'[{{"name": "weather", "parameters": {ARGUMENTS}}}, {{"name": "time"'
+    num_calls = int(max_tokens > 5)
+
+    async def test(server: FakeServer) -> None:
+        options: dict[str, Any] = {"stream": stream}
+        tool = {"name": "weather", "input_schema": {"type": "object"}}
+        response = await server.post(
+            "/v1/messages",
+            **LONG | {"max_tokens": max_tokens},
+            **options,
+            tools=[tool],
+            tool_choice={"type": "any"},
+        )
+        assert response.status_code == 200
+        assert response.text.count('"type":"tool_use"') == num_calls
+        assert '"type":"text"' not in response.text
+        assert '"stop_reason":"max_tokens"' in response.text
+        response = await server.post(
+            "/v1/responses",
+            **options,
+            input="hi",
+            max_output_tokens=max_tokens,
+            tools=[{"type": "function", "name": "weather"}],
+            tool_choice="required",
+        )
+        assert response.status_code == 200
+        assert ('"type":"function_call"' in response.text) == bool(num_calls)
+        assert '{\\"na' not in response.text
+        assert '"incomplete_details":{"reason":"max_output_tokens"}' in response.text
+
+    run(test, says(text), tool_call_parser="auto")
+
+
+def test_with_auto_what_is_no_whole_call_stays_content() -> None:
+    async def test(server: FakeServer) -> None:
+        (choice,) = await both(server, tools=TOOLS, max_tokens=20)
+        assert choice["message"]["content"] == BERLIN[:20]
+        assert choice["finish_reason"] == "length"
 
     run(test, says(BERLIN), tool_call_parser="hermes")
 

@@ -160,7 +160,8 @@ class MessagesRequest(GenerationRequest, frozen=True, kw_only=True):
         doc(
             "auto, any, tool or none.",
             default="auto",
-            error="without tools, or a tool that is not among them",
+            error="without tools, a tool that is not among them, or any or tool together with "
+            "output_config.format",
         ),
     ] = None
     thinking: Annotated[

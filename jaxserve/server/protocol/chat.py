@@ -170,7 +170,8 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             "none: no call. auto: the model decides. required: calls and nothing else. A function: "
             "one call of it. allowed_tools: auto or required, of some of the tools.",
             default="auto with tools, else none",
-            error="no such tool, or auto where the server cannot read the model's calls",
+            error="no such tool, auto where the server cannot read the model's calls, or calls and "
+            "nothing else together with a format of the content",
         ),
     ] = None
     parallel_tool_calls: Annotated[

@@ -170,7 +170,8 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
         doc(
             "none, auto, required, a function, or the tools that are allowed.",
             default="auto",
-            error="without tools, or a tool that is not among them",
+            error="without tools, a tool that is not among them, or calls and nothing else "
+            "together with a format of the text",
         ),
     ] = None
     parallel_tool_calls: Annotated[
