@@ -219,9 +219,10 @@ def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
         _check_int(f"{name}[{i}]", token_id, 0, _INT32_MAX)
 
 
-def _range_text(name: str, value: object, low: float, high: float) -> str:
+def _range_text(name: str, value: float, low: float, high: float) -> str:
     if high == _INT32_MAX:
-        return f"{name} must be at least {low}, got {shorten(value)}."
+        bound = f"at least {low}" if value < low else f"at most {high}"
+        return f"{name} must be {bound}, got {shorten(value)}."
     return f"{name} must be between {low} and {high}, got {shorten(value)}."
 
 

@@ -129,11 +129,14 @@ async def respond_chat(
 
 
 def _named_as_given(error: RequestError, request: ChatCompletionRequest) -> RequestError:
-    """The error, with max_tokens under the newer name if the client used that."""
-    if request.max_completion_tokens is None or error.param != "max_tokens":
+    """The error, with the names that the client used for max_tokens and logprobs."""
+    if error.param == "logprobs":
+        name = "top_logprobs"
+    elif error.param == "max_tokens" and request.max_completion_tokens is not None:
+        name = "max_completion_tokens"
+    else:
         return error
-    name = "max_completion_tokens"
-    message = error.message.replace("max_tokens", name)
+    message = error.message.replace(error.param, name, 1)
     return RequestError(message, param=name, status=error.status)
 
 

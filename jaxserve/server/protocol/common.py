@@ -66,7 +66,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     ] = None
     top_k: Annotated[
         int | None,
-        doc("Only that many likeliest tokens; 0 and -1 are off.", default="0", error="below -1"),
+        doc(
+            "Only that many likeliest tokens; 0 and -1 are off.",
+            default="0",
+            error="outside -1 to 2^31 - 1",
+        ),
     ] = None
     min_p: Annotated[
         float | None,
