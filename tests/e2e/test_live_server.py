@@ -99,6 +99,14 @@ def random_request(rng: random.Random) -> dict:
         "ignore_eos": lambda: rng.random() < 0.5,
         "n": lambda: rng.randint(1, 3),
         "cache_salt": lambda: rng.choice(["a", "b"]),
+        "presence_penalty": lambda: rng.uniform(-2, 2),
+        "frequency_penalty": lambda: rng.uniform(-2, 2),
+        "repetition_penalty": lambda: rng.uniform(0.5, 2),
+        "logit_bias": lambda: {str(rng.randrange(49152)): rng.uniform(-100, 100)},
+        "bad_words": lambda: ["the", "of the"],
+        "logprobs": lambda: rng.choice([0, 5]),
+        "prompt_logprobs": lambda: rng.choice([0, 3]),
+        "structured_outputs": lambda: {"regex": "[a-z ]{1,9}"},
     }
     chosen = rng.sample(list(options), rng.randint(0, 6))
     body = {"model": MODEL, "prompt": golden["prompt_ids"], "max_tokens": rng.randint(3, 12)}
@@ -136,6 +144,32 @@ def test_a_client_that_leaves_is_dropped_within_a_step(server):
     step_s = max(b - a for a, b in pairwise(stamps))
     assert took_s < 1 + 3 * step_s, (took_s, step_s)  # the metric is read over HTTP as well
     assert server.metric("num_requests_waiting") == 0
+
+
+def test_exact_counters(server):
+    names = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+    counts = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+    names += tuple(f"{name}_count" for name in (*counts, "e2e_request_latency_seconds"))
+    before = [server.metric(name) for name in names]
+    for _ in range(10):
+        complete(server, prompt=[5, 6, 7], max_tokens=10, ignore_eos=True)
+    gained = [server.metric(name) - b for name, b in zip(names, before, strict=True)]
+    assert gained == [30, 100, 10, 10, 90, 10]
+
+
+def test_200_long_requests_cancelled_at_once(server):
+    body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 400, "ignore_eos": True})
+    connections = [server.connect() for _ in range(200)]
+    for connection in connections:
+        connection.request("POST", "/v1/completions", body)
+    time.sleep(0.5)
+    for connection in connections:
+        connection.close()
+    started_s = time.monotonic()
+    complete(server, prompt="Still there?", max_tokens=2, ignore_eos=True)
+    assert time.monotonic() - started_s < 5
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        server.wait_metric(name, 0)
 
 
 def mutated(rng: random.Random) -> bytes:
