@@ -346,6 +346,7 @@ def test_structural_tags_that_are_refused(tag_: dict, words: str) -> None:
     [
         (lambda: grammar_from_json_schema("{", param="p"), "not JSON"),
         (lambda: grammar_from_json_schema("[" * 100_000, param="p"), "not JSON"),
+        # Wrong types on purpose: clients send them.
         (lambda: grammar_from_json_schema([1], param="p"), "an object or true"),  # type: ignore
         (lambda: grammar_from_json_schema({"type": "x"}, param="p"), "Invalid type: x"),
         (lambda: grammar_from_json_schema({"not": {}}, param="p"), 'Unimplemented keys: ["not"]'),

@@ -37,6 +37,7 @@ class Connection(HttpToolsProtocol):
         self._head_len = 0
         self._is_refused = False
 
+    # uvicorn says asyncio.Transport where asyncio says BaseTransport.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._restart_timer()

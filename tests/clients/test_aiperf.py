@@ -12,6 +12,7 @@ import pytest
 from tests.clients.shared import MODEL
 from tests.e2e.live_server import ROOT
 
+# Heavy: only scripts/clients installs it, and fails when this is skipped there.
 if importlib.util.find_spec("aiperf") is None:
     pytest.skip("the package aiperf is not installed", allow_module_level=True)
 pytestmark = pytest.mark.client("aiperf")

@@ -12,6 +12,7 @@ import pytest
 from tests.clients.shared import FLAGS, MODEL, PYTHON
 from tests.e2e.live_server import live_server
 
+# A dev dependency, so it runs in CI; other Pythons that run these tests may lack it.
 if importlib.util.find_spec("schemathesis") is None:
     pytest.skip("the package schemathesis is not installed", allow_module_level=True)
 pytestmark = pytest.mark.client("schemathesis")
