@@ -10,7 +10,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
 from jaxserve.server.protocol.decoding import BodyDecoder, unsupported_but
 from jaxserve.server.protocol.logprobs import ChatLogprobs, PromptLogprobs
-from jaxserve.server.protocol.structured_output import ResponseFormat, StructuredOutputs
+from jaxserve.server.protocol.structured_output import ResponseFormatField, StructuredOutputsField
 
 # Options of completions and of older or other APIs, which would do nothing here.
 UNSUPPORTED_IN_CHAT: Final = unsupported_but(
@@ -144,18 +144,8 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             error="without logprobs, below -1, or above --max-logprobs",
         ),
     ] = None
-    response_format: Annotated[
-        ResponseFormat | None,
-        doc("What the content must be: JSON, JSON of a schema.", default="text", error="not valid"),
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None,
-        doc(
-            "What the content must be: a schema, regex, choice or grammar.",
-            default="any text",
-            error="not valid, or with a response_format that asks for something",
-        ),
-    ] = None
+    response_format: ResponseFormatField = None
+    structured_outputs: StructuredOutputsField = None
     tools: Annotated[
         list[Tool] | None,
         doc(

@@ -16,6 +16,38 @@ def doc(description: str, *, default: str = "", error: str = "") -> Meta:
     return Meta(description=description, extra={"default": default, "error": error})
 
 
+# Fields that several bodies have.
+TruncationSide = Annotated[
+    Literal["left", "right"] | None,
+    doc("Which end truncate_prompt_tokens cuts off.", default="left"),
+]
+Priority = Annotated[
+    int | None,
+    doc(
+        "Lower runs first.",
+        default="0",
+        error="not 0 without --scheduling-policy priority, or over 32 bits",
+    ),
+]
+CacheSalt = Annotated[
+    str | None,
+    doc(
+        "Prefix cache entries are shared only between requests with the same salt.",
+        default="shared by all",
+        error="empty",
+    ),
+]
+RequestId = Annotated[
+    str | None,
+    doc(
+        "Names the request in the response's id.",
+        default="random",
+        error="not 1 to 128 visible ASCII characters",
+    ),
+]
+User = Annotated[str | None, doc("Whom the request is for; has no effect.")]
+
+
 class StreamOptions(Struct, frozen=True):
     """`stream_options`."""
 
@@ -214,10 +246,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
             error="0, or below -1",
         ),
     ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None,
-        doc("Which end truncate_prompt_tokens cuts off.", default="left"),
-    ] = None
+    truncation_side: TruncationSide = None
     return_token_ids: Annotated[
         bool | None,
         doc("The answer has prompt_token_ids and token_ids.", default="false"),
@@ -237,31 +266,10 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
             default="true; false for chats, whose template writes them",
         ),
     ] = None
-    priority: Annotated[
-        int | None,
-        doc(
-            "Lower runs first.",
-            default="0",
-            error="not 0 without --scheduling-policy priority, or over 32 bits",
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        doc(
-            "Prefix cache entries are shared only between requests with the same salt.",
-            default="shared by all",
-            error="empty",
-        ),
-    ] = None
-    request_id: Annotated[
-        str | None,
-        doc(
-            "Names the request in the response's id and in the log.",
-            default="random",
-            error="not 1 to 128 visible ASCII characters",
-        ),
-    ] = None
-    user: Annotated[str | None, doc("Whom the request is for; has no effect.")] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
+    user: User = None
 
     @property
     def include_usage(self) -> bool:

@@ -10,7 +10,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.common import GenerationRequest, Usage, doc
 from jaxserve.server.protocol.decoding import BodyDecoder, unsupported_but
 from jaxserve.server.protocol.logprobs import CompletionLogprobs, PromptLogprobs
-from jaxserve.server.protocol.structured_output import ResponseFormat, StructuredOutputs
+from jaxserve.server.protocol.structured_output import ResponseFormatField, StructuredOutputsField
 
 # Options of chats and of older or other APIs, which would do nothing here.
 UNSUPPORTED_IN_COMPLETIONS: Final = unsupported_but(
@@ -55,18 +55,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             error="below -1, or above --max-logprobs; -1 with echo",
         ),
     ] = None
-    response_format: Annotated[
-        ResponseFormat | None,
-        doc("What the text must be: JSON, JSON of a schema.", default="text", error="not valid"),
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None,
-        doc(
-            "What the text must be: a schema, regex, choice or grammar.",
-            default="any text",
-            error="not valid, or with a response_format that asks for something",
-        ),
-    ] = None
+    response_format: ResponseFormatField = None
+    structured_outputs: StructuredOutputsField = None
 
     def sampling_params(self) -> SamplingParams:
         """With the log-probabilities, and those of an echoed prompt."""

@@ -4,7 +4,14 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Struct
 
-from jaxserve.server.protocol.common import doc
+from jaxserve.server.protocol.common import (
+    CacheSalt,
+    Priority,
+    RequestId,
+    TruncationSide,
+    User,
+    doc,
+)
 from jaxserve.server.protocol.decoding import (
     OPTIONS_OF_GENERATION,
     BodyDecoder,
@@ -82,35 +89,11 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True):
             error="0, or below -1",
         ),
     ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None,
-        doc("Which end truncate_prompt_tokens cuts off.", default="left"),
-    ] = None
-    priority: Annotated[
-        int | None,
-        doc(
-            "Lower runs first.",
-            default="0",
-            error="not 0 without --scheduling-policy priority, or over 32 bits",
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        doc(
-            "Prefix cache entries are shared only between requests with the same salt.",
-            default="shared by all",
-            error="empty",
-        ),
-    ] = None
-    request_id: Annotated[
-        str | None,
-        doc(
-            "Names the request in the response's id and in the log.",
-            default="random",
-            error="not 1 to 128 visible ASCII characters",
-        ),
-    ] = None
-    user: Annotated[str | None, doc("Whom the request is for; has no effect.")] = None
+    truncation_side: TruncationSide = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
+    user: User = None
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

@@ -1,8 +1,10 @@
 """What an output must look like: `response_format` (OpenAI's) and `structured_outputs` (vLLM's)."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import Struct
+
+from jaxserve.server.protocol.common import doc
 
 
 class JsonSchemaFormat(Struct, frozen=True):
@@ -42,3 +44,18 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True):
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     disable_fallback: bool | None = None
+
+
+# Fields of the bodies that take them.
+ResponseFormatField = Annotated[
+    ResponseFormat | None,
+    doc("What the text must be: JSON, JSON of a schema.", default="text", error="not valid"),
+]
+StructuredOutputsField = Annotated[
+    StructuredOutputs | None,
+    doc(
+        "What the text must be: a schema, regex, choice or grammar.",
+        default="any text",
+        error="not valid, or with a response_format that asks for something",
+    ),
+]
