@@ -91,13 +91,14 @@ def _attention() -> dict[str, Any]:
     """By model shape: what `--attention auto` chooses here, and why others are refused."""
     import jax
 
-    from jaxserve.worker.sizing import platform_of
+    from jaxserve.worker.sizing import chip_of_device
     from pallas_kernels.ragged_paged_attention import explain
     from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES
 
+    chip = chip_of_device(jax.local_devices()[0])
     choices = {}
     for name, shape in MODEL_SHAPES.items():
-        explanation = explain(shape.call(platform_of(jax.local_devices()[0])))
+        explanation = explain(shape.call(chip))
         choices[name] = {"chosen": explanation.chosen, "refused": dict(explanation.refused)}
     return choices
 

@@ -11,6 +11,7 @@ import psutil
 
 from jaxserve.config import EngineConfig, replace
 from jaxserve.errors import UserError
+from pallas_kernels.chips import Chip, chip_of
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCacheLayout,
@@ -44,8 +45,8 @@ _DEFAULTS = {
 }
 
 
-def find_device() -> tuple[jax.Device, str]:
-    """The first local device and its platform.
+def find_device() -> jax.Device:
+    """The first local device.
 
     Raises:
       UserError: JAX cannot start, or starts on a platform that nothing here is made for.
@@ -66,13 +67,19 @@ def find_device() -> tuple[jax.Device, str]:
             f"JAX runs on platform {platform!r}, which jaxserve does not serve.",
             fix=f"Set JAX_PLATFORMS to one of {', '.join(_DEFAULTS)}.",
         )
-    return device, platform
+    return device
 
 
 def platform_of(device: jax.Device) -> str:
     """ "cpu", "gpu" or "tpu"."""
     is_gpu = device.platform in ("cuda", "rocm")
     return "gpu" if is_gpu else str(device.platform)
+
+
+def chip_of_device(device: jax.Device) -> Chip:
+    """What kernels know of `device`."""
+    capability = str(getattr(device, "compute_capability", ""))
+    return chip_of(platform_of(device), device.device_kind, capability)
 
 
 def smallest_bucket(platform: str) -> int:
@@ -113,13 +120,14 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
             f"--max-num-seqs {config.scheduler.max_num_seqs}: a step cannot serve every request.",
             fix=f"Use --max-num-batched-tokens {config.scheduler.max_num_seqs} or more.",
         )
-    return replace(config, attention=_resolve_attention(config, platform))
+    return replace(config, attention=_resolve_attention(config, chip_of_device(device)))
 
 
-def attention_call(config: EngineConfig, platform: str) -> AttentionCall:
+def attention_call(config: EngineConfig, chip: Chip) -> AttentionCall:
     """The attention call that this model makes."""
     return AttentionCall(
-        layout=kv_cache_layout(config, platform),
+        layout=kv_cache_layout(config, chip.platform),
+        chip=chip,
         num_heads=config.info.num_heads,
         q_dtype=jnp.dtype(config.model.dtype),
     )
@@ -138,8 +146,8 @@ def kv_cache_layout(config: EngineConfig, platform: str) -> KVCacheLayout:
     )
 
 
-def _resolve_attention(config: EngineConfig, platform: str) -> str:
-    call = attention_call(config, platform)
+def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
+    call = attention_call(config, chip)
     asked = config.worker.attention
     if asked != "auto":
         reason = unsupported_reason(asked, call)

@@ -31,6 +31,7 @@ from jaxserve.worker.row_options import (
     shape_logits,
 )
 from jaxserve.worker.sampler import sample, sample_with_options
+from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
 
 
@@ -43,6 +44,7 @@ class StepSpec:
 
     info: ModelInfo
     layout: KVCacheLayout
+    chip: Chip
     attention: str
     dtype: jax.typing.DTypeLike
     max_num_tokens: int
@@ -98,6 +100,7 @@ def forward(
             delta.cu_q_lens,
             delta.num_rows[0],
             layout=spec.layout,
+            chip=spec.chip,
             scale=spec.info.head_dim**-0.5,
             implementation=spec.attention,
         )

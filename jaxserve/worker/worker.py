@@ -22,6 +22,7 @@ from jaxserve.worker.row_options import OptionSpec
 from jaxserve.worker.step import StepSpec
 from jaxserve.worker.token_scores import top_sizes
 from jaxserve.worker.weights import load_params, param_shapes
+from pallas_kernels.chips import Chip
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class Worker:
         directory = self._config.worker.compilation_cache_dir or str(cache_dir() / "xla")
         self._config = replace(self._config, compilation_cache_dir=directory)
         warmup.use_compilation_cache(Path(directory))
-        device, platform = sizing.find_device()
-        logger.info("Device: %s (%s)", device.device_kind, platform)
+        device = sizing.find_device()
+        chip = sizing.chip_of_device(device)
+        logger.info("Device: %s (%s, kernels for %s)", device.device_kind, chip.platform, chip.name)
         config = sizing.resolve_for_device(self._config, device)
 
         options = OptionSpec(config.info.vocab_size, load_logits_processors(config.info.vocab_size))
@@ -57,11 +59,11 @@ class Worker:
         param_bytes = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
         free_bytes = sizing.memory_limit_bytes(device) - param_bytes
         sizing.size_kv_cache(
-            config, platform, free_bytes, step_temp_bytes=0
+            config, chip.platform, free_bytes, step_temp_bytes=0
         )  # before the long work
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             loading = pool.submit(load_params, config.info, jnp.dtype(config.model.dtype), device)
-            config, programs, state = self._compile(config, platform, free_bytes, shapes, options)
+            config, programs, state = self._compile(config, chip, free_bytes, shapes, options)
             params = loading.result()
         self._runner = ModelRunner(
             programs,
@@ -94,7 +96,7 @@ class Worker:
     def _compile(
         self,
         config: EngineConfig,
-        platform: str,
+        chip: Chip,
         free_bytes: int,
         params: dict[str, jax.ShapeDtypeStruct],
         options: OptionSpec,
@@ -108,11 +110,12 @@ class Worker:
         buckets = make_buckets(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
-            sizing.smallest_bucket(platform),
+            sizing.smallest_bucket(chip.platform),
         )[::-1]  # the largest takes longest: it goes first
         spec = StepSpec(
             config.info,
-            sizing.kv_cache_layout(config, platform),
+            sizing.kv_cache_layout(config, chip.platform),
+            chip,
             config.worker.attention,
             jnp.dtype(config.model.dtype),
             buckets[0].num_tokens,
@@ -129,7 +132,7 @@ class Worker:
         tops = top_sizes(config.model.max_logprobs, config.info.vocab_size)
         small_jobs = compiled.small_jobs(spec, options, tops, params, smallest)
         free_bytes -= compiled.state_bytes(smallest)
-        size = functools.partial(sizing.size_kv_cache, config, platform, free_bytes)
+        size = functools.partial(sizing.size_kv_cache, config, chip.platform, free_bytes)
         blocks = size(step_temp_bytes=0)
 
         def forward_jobs(num_blocks: int) -> dict[compiled.Key, compiled.Job]:

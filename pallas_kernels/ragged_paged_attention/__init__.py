@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import dispatch
+from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention import reference, xla
 from pallas_kernels.ragged_paged_attention.layout import (
     QUANTIZED_DTYPES,
@@ -33,7 +34,7 @@ class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
     """What a module of this package must hold to be an implementation.
 
     The function is called with arguments that `ragged_paged_attention` has checked: scales are
-    float32 of one entry a KV head, the options are as its caller gave them.
+    float32 of one entry a KV head. `call` has the layout, the chip, the window and the soft cap.
     """
 
     def ragged_paged_attention(
@@ -48,10 +49,8 @@ class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
         cu_q_lens: Int32[Array, " R+1"],
         num_rows: int | Int32[Array, ""],
         *,
-        layout: KVCacheLayout,
+        call: AttentionCall,
         scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
         sinks: Float32[Array, " N"] | None,
         k_scale: Float32[Array, " K"] | None,
         v_scale: Float32[Array, " K"] | None,
@@ -92,6 +91,7 @@ def ragged_paged_attention(
     num_rows: int | Int32[Array, ""],
     *,
     layout: KVCacheLayout,
+    chip: Chip,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -121,58 +121,40 @@ def ragged_paged_attention(
     may hold anything. The output of padding tokens is zero. Nothing is written but the slots of
     this step's tokens and, maybe, page 0.
 
+    `chip` is what the program will run on: kernels take their block sizes from it.
+
     The cache is returned; donate it, so that it is updated in place.
 
     Raises:
         ValueError: arguments that do not fit each other or `layout`.
         UnsupportedError: `implementation` cannot serve the call, or with "auto" nothing can.
     """
-    _check(q, kv_cache, layout, sliding_window, soft_cap, k_scale is not None, v_scale is not None)
     call = AttentionCall(
-        layout=layout,
-        num_heads=q.shape[1],
-        q_dtype=q.dtype,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        *(layout, chip, q.shape[1], q.dtype, sliding_window, soft_cap),
         has_sinks=sinks is not None,
         has_scales=k_scale is not None or v_scale is not None,
     )
+    _check(call, q, kv_cache)
     chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER[layout.platform], implementation, call)
     return IMPLEMENTATIONS[chosen].ragged_paged_attention(
-        q,
-        k,
-        v,
-        kv_cache,
-        layer,
-        block_tables,
-        kv_lens,
-        cu_q_lens,
-        num_rows,
-        layout=layout,
+        *(q, k, v, kv_cache, layer, block_tables, kv_lens, cu_q_lens, num_rows),
+        call=call,
         scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
         sinks=sinks,
         k_scale=_scale_per_head(k_scale, layout),
         v_scale=_scale_per_head(v_scale, layout),
     )
 
 
-def _check(
-    q: Float[Array, "T N H"],
-    kv_cache: KVCache,
-    layout: KVCacheLayout,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    has_k_scale: bool,
-    has_v_scale: bool,
-) -> None:
-    num_heads, head_dim = q.shape[1:]
-    if head_dim != layout.head_dim or num_heads % layout.num_kv_heads:
+def _check(call: AttentionCall, q: Float[Array, "T N H"], kv_cache: KVCache) -> None:
+    layout, head_dim = call.layout, q.shape[2]
+    if head_dim != layout.head_dim or call.num_heads % layout.num_kv_heads:
         raise ValueError(
-            f"{num_heads} query heads of {head_dim} do not fit a cache of "
+            f"{call.num_heads} query heads of {head_dim} do not fit a cache of "
             f"{layout.num_kv_heads} KV heads of {layout.head_dim}"
         )
+    if call.chip.platform != layout.platform:
+        raise ValueError(f"the layout is for a {layout.platform}, but {call.chip.name} is none")
     expected = layout.shape(layout.num_pages(kv_cache))
     for name, array, leaf in zip(("K", "V"), kv_cache, expected, strict=True):
         if array.shape != leaf.shape or array.dtype != leaf.dtype:
@@ -180,11 +162,11 @@ def _check(
                 f"{name} cache is {array.dtype}{array.shape}, "
                 f"the layout says {leaf.dtype}{leaf.shape}"
             )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}, must be at least 1")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap is {soft_cap}, must be above 0")
-    if (has_k_scale or has_v_scale) and layout.dtype not in QUANTIZED_DTYPES:
+    if call.sliding_window is not None and call.sliding_window < 1:
+        raise ValueError(f"sliding_window is {call.sliding_window}, must be at least 1")
+    if call.soft_cap is not None and call.soft_cap <= 0:
+        raise ValueError(f"soft_cap is {call.soft_cap}, must be above 0")
+    if call.has_scales and layout.dtype not in QUANTIZED_DTYPES:
         raise ValueError(f"k_scale and v_scale are for quantized caches, not {layout.dtype}")
 
 

@@ -16,14 +16,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32, Int, Shaped
 
-# Physical axis order of (K, V) on each platform, in the letters of the logical axes.
-# L comes first and K before H: `read_tokens` and `write_tokens` rely on it.
-_AXES = {
-    "cpu": ("LPSKH", "LPSKH"),
-    "gpu": ("LPSKH", "LPSKH"),
-    "tpu": ("LPSKH", "LPSKH"),
-}
+# Physical axis order on each platform, in the letters of the logical axes. X: K and H in one axis,
+# heads padded to `padded_head_dim` and their sum to a multiple of 128, as a TPU's tiles have 128
+# lanes and anything narrower is padded, and its cache copied, by XLA.
+_AXES = {"cpu": "LPSKH", "gpu": "LPSKH", "tpu": "LPSX"}
 _LOGICAL = "LPSKH"
+_LANES = 128
 
 PLATFORMS = tuple(_AXES)
 _FLOAT_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
@@ -45,7 +43,9 @@ class KVCache(NamedTuple):
 class KVCacheLayout:
     """The memory layout of one platform's KV cache; hashable, so it can be a static argument.
 
-    Page 0 is the null page: it belongs to no row, and padding may be written to it.
+    Page 0 is the null page: it belongs to no row, and padding may be written to it. Where a mesh
+    splits the KV heads, this is the layout of one device's share: the array of all has
+    `heads_axis` that many times as long.
     """
 
     platform: str
@@ -54,8 +54,7 @@ class KVCacheLayout:
     head_dim: int
     dtype: np.dtype
     page_size: int
-    k_axes: str
-    v_axes: str
+    axes: str
 
     @classmethod
     def for_platform(
@@ -83,8 +82,23 @@ class KVCacheLayout:
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} is {count}, must be at least 1")
-        k_axes, v_axes = _AXES[platform]
-        return cls(platform, dtype=jnp.dtype(dtype), k_axes=k_axes, v_axes=v_axes, **counts)
+        return cls(platform, dtype=jnp.dtype(dtype), axes=_AXES[platform], **counts)
+
+    @property
+    def heads_axis(self) -> int:
+        """The axis of the arrays that holds the KV heads, K or X."""
+        return self.axes.index("X" if "X" in self.axes else "K")
+
+    @property
+    def padded_head_dim(self) -> int:
+        """Lanes of a head in axis X: H, or where neither divides the other, H padded to 128s."""
+        divides = self.head_dim % _LANES == 0 or _LANES % self.head_dim == 0
+        return self.head_dim if divides else _round_up(self.head_dim, _LANES)
+
+    @property
+    def token_width(self) -> int:
+        """Length of axis X."""
+        return _round_up(self.num_kv_heads * self.padded_head_dim, _LANES)
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -109,17 +123,14 @@ class KVCacheLayout:
             "S": self.page_size,
             "K": self.num_kv_heads,
             "H": self.head_dim,
+            "X": self.token_width,
         }
-        shapes = (tuple(sizes[axis] for axis in axes) for axes in (self.k_axes, self.v_axes))
-        return KVCache(*(jax.ShapeDtypeStruct(shape, self.storage_dtype) for shape in shapes))
-
-    def zeros(self, num_pages: int) -> KVCache:
-        """An empty cache on the default device."""
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shape(num_pages))
+        leaf = jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in self.axes), self.storage_dtype)
+        return KVCache(leaf, leaf)
 
     def num_pages(self, kv_cache: KVCache) -> int:
         """Pages of `kv_cache`, the null page included."""
-        return kv_cache.k.shape[self.k_axes.index("P")]
+        return kv_cache.k.shape[self.axes.index("P")]
 
     def read_tokens(
         self,
@@ -129,9 +140,8 @@ class KVCacheLayout:
         slots: Int[Array, " C"],
     ) -> tuple[Shaped[Array, "C K H"], Shaped[Array, "C K H"]]:
         """K and V, still encoded, of C token places; `pages` and `slots` must be in range."""
-        k_index = _token_index(self.k_axes, layer, pages, slots)
-        v_index = _token_index(self.v_axes, layer, pages, slots)
-        return kv_cache.k[k_index], kv_cache.v[v_index]
+        index = _token_index(self.axes, layer, pages, slots)
+        return split_heads(self, kv_cache.k[index]), split_heads(self, kv_cache.v[index])
 
     def write_tokens(
         self,
@@ -143,10 +153,10 @@ class KVCacheLayout:
         v: Shaped[Array, "T K H"],
     ) -> KVCache:
         """Stores encoded K and V of T tokens; drops those whose page is num_pages."""
-        k_index = _token_index(self.k_axes, layer, pages, slots)
-        v_index = _token_index(self.v_axes, layer, pages, slots)
+        index = _token_index(self.axes, layer, pages, slots)
         return KVCache(
-            kv_cache.k.at[k_index].set(k, mode="drop"), kv_cache.v.at[v_index].set(v, mode="drop")
+            kv_cache.k.at[index].set(join_heads(self, k), mode="drop"),
+            kv_cache.v.at[index].set(join_heads(self, v), mode="drop"),
         )
 
     def encode(
@@ -176,16 +186,45 @@ class KVCacheLayout:
         return values if scale is None else values * scale[:, None]
 
 
+def zeros(layout: KVCacheLayout, num_pages: int) -> KVCache:
+    """An empty cache on the default device."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.shape(num_pages))
+
+
+def join_heads(layout: KVCacheLayout, x: Shaped[Array, "*C K H"]) -> Shaped[Array, "..."]:
+    """Tokens as they lie in the arrays: [*C, X] with zeros as padding, or `x` itlayout."""
+    if "X" not in layout.axes:
+        return x
+    # As integers: XLA's CPU pads bfloat16 by way of float32, which changes the bits of NaNs.
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    batch = ((0, 0),) * (x.ndim - 2)
+    bits = jnp.pad(bits, (*batch, (0, 0), (0, layout.padded_head_dim - layout.head_dim)))
+    bits = bits.reshape(*x.shape[:-2], -1)
+    bits = jnp.pad(bits, (*batch, (0, layout.token_width - bits.shape[-1])))
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def split_heads(layout: KVCacheLayout, x: Shaped[Array, "..."]) -> Shaped[Array, "*C K H"]:
+    """The inverse of `join_heads`."""
+    if "X" not in layout.axes:
+        return x
+    x = x[..., : layout.num_kv_heads * layout.padded_head_dim]
+    x = x.reshape(*x.shape[:-1], layout.num_kv_heads, layout.padded_head_dim)
+    return x[..., : layout.head_dim]
+
+
 def to_logical(
     layout: KVCacheLayout, kv_cache: KVCache
 ) -> tuple[Shaped[Array, "L P S K H"], Shaped[Array, "L P S K H"]]:
     """K and V in the layout's dtype, not scaled, with the logical axes; may copy the cache."""
 
-    def logical(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+    def logical(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        array = split_heads(layout, array)
+        axes = layout.axes.replace("X", "KH")
         array = jnp.transpose(array, [axes.index(axis) for axis in _LOGICAL])
         return jax.lax.bitcast_convert_type(array, layout.dtype)
 
-    return logical(kv_cache.k, layout.k_axes), logical(kv_cache.v, layout.v_axes)
+    return logical(kv_cache.k), logical(kv_cache.v)
 
 
 def from_logical(
@@ -195,16 +234,22 @@ def from_logical(
     if k.dtype != layout.dtype or v.dtype != layout.dtype:
         raise ValueError(f"K is {k.dtype}, V is {v.dtype}, the layout stores {layout.dtype}")
 
-    def physical(array: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+    def physical(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        axes = layout.axes.replace("X", "KH")
         array = jnp.transpose(array, [_LOGICAL.index(axis) for axis in axes])
-        return jax.lax.bitcast_convert_type(array, layout.storage_dtype)
+        array = jax.lax.bitcast_convert_type(array, layout.storage_dtype)
+        return join_heads(layout, array)
 
-    return KVCache(physical(k, layout.k_axes), physical(v, layout.v_axes))
+    return KVCache(physical(k), physical(v))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _token_index(
     axes: str, layer: int | Int[Array, ""], pages: Int[Array, " T"], slots: Int[Array, " T"]
 ) -> tuple[int | slice | Int[Array, "..."], ...]:
-    """An index into a physical array that selects [T, K, H]."""
-    where = {"L": layer, "P": pages, "S": slots, "K": slice(None), "H": slice(None)}
-    return tuple(where[axis] for axis in axes)
+    """An index into a physical array that selects its tokens, [T, K, H] or [T, X]."""
+    where = {"L": layer, "P": pages, "S": slots}
+    return tuple(where.get(axis, slice(None)) for axis in axes)

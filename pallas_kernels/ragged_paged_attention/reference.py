@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
-from pallas_kernels.ragged_paged_attention.layout import KVCache, KVCacheLayout
+from pallas_kernels.ragged_paged_attention.layout import KVCache
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 
@@ -26,10 +26,8 @@ def ragged_paged_attention(
     cu_q_lens: Int32[Array, " R+1"],
     num_rows: int | Int32[Array, ""],
     *,
-    layout: KVCacheLayout,
+    call: AttentionCall,
     scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
     sinks: Float32[Array, " N"] | None,
     k_scale: Float32[Array, " K"] | None,
     v_scale: Float32[Array, " K"] | None,
@@ -38,6 +36,7 @@ def ragged_paged_attention(
 
     Work is R * T * B * S whatever the rows hold.
     """
+    layout, sliding_window, soft_cap = call.layout, call.sliding_window, call.soft_cap
     num_pages = layout.num_pages(kv_cache)
     row_of_token, positions = _locate(kv_lens, cu_q_lens, num_rows, q.shape[0])
     is_live = row_of_token >= 0

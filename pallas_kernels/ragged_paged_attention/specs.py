@@ -6,14 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention.layout import KVCacheLayout
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """What is known of a call when it is traced: all that an implementation may refuse it for."""
+    """What is known of a call when it is traced: all that an implementation may refuse it for.
+
+    chip: what the call will run on.
+    """
 
     layout: KVCacheLayout
+    chip: Chip
     num_heads: int
     q_dtype: np.dtype
     sliding_window: int | None = None
@@ -32,13 +37,13 @@ class ModelShape:
     head_dim: int
 
     def call(
-        self, platform: str, dtype: jax.typing.DTypeLike = jnp.bfloat16, page_size: int = 16
+        self, chip: Chip, dtype: jax.typing.DTypeLike = jnp.bfloat16, page_size: int = 16
     ) -> AttentionCall:
-        """The call this model makes with activations and cache in `dtype`."""
+        """The call this model makes on one chip with activations and cache in `dtype`."""
         layout = KVCacheLayout.for_platform(
-            platform, self.num_layers, self.num_kv_heads, self.head_dim, dtype, page_size
+            chip.platform, self.num_layers, self.num_kv_heads, self.head_dim, dtype, page_size
         )
-        return AttentionCall(layout, self.num_heads, jnp.dtype(dtype))
+        return AttentionCall(layout, chip, self.num_heads, jnp.dtype(dtype))
 
 
 MODEL_SHAPES = {

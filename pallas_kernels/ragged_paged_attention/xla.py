@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
-from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache, KVCacheLayout
+from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache, split_heads
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DECODE_CHUNK = 128  # tokens of context a row in one turn of the decode loop
@@ -24,8 +24,8 @@ _MASKED = -1e30  # finite, so that a wholly masked chunk gives weights that the 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Serves every layout that keeps all heads of a token together."""
-    axes = call.layout.k_axes, call.layout.v_axes
-    return None if axes == ("LPSKH", "LPSKH") else f"reads caches of axes LPSKH, not {axes}"
+    axes = call.layout.axes
+    return None if axes in ("LPSKH", "LPSX") else f"reads caches of axes LPSKH or LPSX, not {axes}"
 
 
 class _Context(NamedTuple):
@@ -33,10 +33,8 @@ class _Context(NamedTuple):
 
     kv_cache: KVCache
     layer: int | Int32[Array, ""]
-    layout: KVCacheLayout
+    call: AttentionCall
     scale: float
-    sliding_window: int | None
-    soft_cap: float | None
     sinks: Float32[Array, " N"] | None
     k_scale: Float32[Array, " K"] | None
     v_scale: Float32[Array, " K"] | None
@@ -64,15 +62,14 @@ def ragged_paged_attention(
     cu_q_lens: Int32[Array, " R+1"],
     num_rows: int | Int32[Array, ""],
     *,
-    layout: KVCacheLayout,
+    call: AttentionCall,
     scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
     sinks: Float32[Array, " N"] | None,
     k_scale: Float32[Array, " K"] | None,
     v_scale: Float32[Array, " K"] | None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """See `pallas_kernels.ragged_paged_attention.ragged_paged_attention`."""
+    layout = call.layout
     num_tokens, max_rows = q.shape[0], kv_lens.shape[0]
     num_pages = layout.num_pages(kv_cache)
     is_live_row = jnp.arange(max_rows) < num_rows
@@ -96,9 +93,7 @@ def ragged_paged_attention(
         layout.encode(v, v_scale),
     )
 
-    context = _Context(
-        kv_cache, layer, layout, scale, sliding_window, soft_cap, sinks, k_scale, v_scale
-    )
+    context = _Context(kv_cache, layer, call, scale, sinks, k_scale, v_scale)
     is_decode = q_lens == 1
     decoded = _decode_rows(context, q, pages, jnp.where(is_decode, kv_lens, 0), starts)
     out = jnp.where(
@@ -121,7 +116,7 @@ def _decode_rows(
     of its own KV head. That is K times the multiplications, but pages are read as they lie, and
     where this runs, reading them is what takes the time.
     """
-    layout = context.layout
+    layout, window = context.call.layout, context.call.sliding_window
     num_rows, num_heads, num_kv_heads = kv_lens.shape[0], q.shape[1], layout.num_kv_heads
     per_turn = max(1, min(_DECODE_CHUNK // layout.page_size, pages.shape[1]))
     chunk = per_turn * layout.page_size
@@ -135,14 +130,14 @@ def _decode_rows(
         at = i * chunk + jnp.arange(chunk)
         mask = at < kv_lens[:, None]
         keys, values = _read_pages(context, pages, i * per_turn, per_turn, mask, q.dtype)
-        if context.sliding_window is not None:
-            mask &= at >= kv_lens[:, None] - context.sliding_window
+        if window is not None:
+            mask &= at >= kv_lens[:, None] - window
         keys, values = (a.reshape(num_rows, chunk, -1) for a in (keys, values))
         return i + 1, _accumulate(context, softmax, queries, keys, values, mask[:, None])
 
     first = jnp.int32(0)
-    if context.sliding_window is not None:
-        window_starts = jnp.where(kv_lens > 0, kv_lens - context.sliding_window, 2**30)
+    if window is not None:
+        window_starts = jnp.where(kv_lens > 0, kv_lens - window, 2**30)
         first = jnp.maximum(window_starts.min(), 0) // chunk
     last = -(-kv_lens.max() // chunk)
     initial = _initial(queries.shape, context.sinks)
@@ -189,7 +184,7 @@ def _attend_tile(
     positions: Int32[Array, " t"],
 ) -> Float32[Array, "t N H"]:
     """Attention of one row's queries at `positions` to all that the row has stored before them."""
-    layout = context.layout
+    layout, window = context.call.layout, context.call.sliding_window
     tile, num_heads, head_dim = queries.shape
     num_kv_heads = layout.num_kv_heads
     group = num_heads // num_kv_heads
@@ -207,14 +202,14 @@ def _attend_tile(
         )
         keys, values = (a[0].transpose(1, 0, 2) for a in (keys, values))
         mask = at <= positions[:, None]
-        if context.sliding_window is not None:
-            mask &= at > positions[:, None] - context.sliding_window
+        if window is not None:
+            mask &= at > positions[:, None] - window
         mask = jnp.repeat(mask, group, axis=0)[None]
         return _accumulate(context, softmax, queries, keys, values, mask)
 
     first = jnp.int32(0)
-    if context.sliding_window is not None:
-        first = jnp.maximum(newest - tile - context.sliding_window, 0) // chunk
+    if window is not None:
+        first = jnp.maximum(newest - tile - window, 0) // chunk
     sinks = context.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(num_kv_heads, group), tile)
@@ -246,21 +241,23 @@ def _read_pages(
     """
     columns = jnp.minimum(start + jnp.arange(count), pages.shape[1] - 1)
     read = functools.partial(_gather_pages, layer=context.layer, pages=pages[:, columns])
-    keys, values = read(context.kv_cache.k), read(context.kv_cache.v)
-    if context.layout.dtype in QUANTIZED_DTYPES:
-        keys = context.layout.decode(keys, context.k_scale).astype(dtype)
-        values = context.layout.decode(values, context.v_scale).astype(dtype)
+    layout = context.call.layout
+    keys = split_heads(layout, read(context.kv_cache.k))
+    values = split_heads(layout, read(context.kv_cache.v))
+    if layout.dtype in QUANTIZED_DTYPES:
+        keys = layout.decode(keys, context.k_scale).astype(dtype)
+        values = layout.decode(values, context.v_scale).astype(dtype)
     return keys, jnp.where(is_stored[:, :, None, None], values, 0)
 
 
 def _gather_pages(
-    cache: Shaped[Array, "L P S K H"], layer: int | Int32[Array, ""], pages: Int32[Array, "R n"]
-) -> Shaped[Array, "R C K H"]:
+    cache: Shaped[Array, "L P S ..."], layer: int | Int32[Array, ""], pages: Int32[Array, "R n"]
+) -> Shaped[Array, "R C ..."]:
     """Pages of one layer, without a copy of that layer."""
-    num_layers, num_pages, _, num_kv_heads, head_dim = cache.shape
+    num_layers, num_pages = cache.shape[:2]
     flat = cache.reshape(num_layers * num_pages, *cache.shape[2:])
     gathered = flat.at[layer * num_pages + pages].get(mode="promise_in_bounds")
-    return gathered.reshape(pages.shape[0], -1, num_kv_heads, head_dim)
+    return gathered.reshape(pages.shape[0], -1, *cache.shape[3:])
 
 
 def _accumulate(
@@ -286,8 +283,9 @@ def _accumulate(
         )
 
     scores = context.scale * product("bmx,bcx->bmc", queries, keys)
-    if context.soft_cap is not None:
-        scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
+    soft_cap = context.call.soft_cap
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask, scores, _MASKED)
     peak = jnp.maximum(softmax.peak, scores.max(axis=-1))
     weights = jnp.exp(scores - peak[..., None])

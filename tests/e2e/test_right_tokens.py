@@ -52,7 +52,8 @@ def test_first_logits(demo_worker, dtype, sigma):
     device = jax.local_devices()[0]
     bucket = Bucket(num_tokens=64, num_rows=2, num_writes=128)
     layout, attention = sizing.kv_cache_layout(config, "cpu"), config.worker.attention
-    spec = StepSpec(config.info, layout, attention, jnp.dtype(dtype), bucket.num_tokens)
+    chip = sizing.chip_of_device(device)
+    spec = StepSpec(config.info, layout, chip, attention, jnp.dtype(dtype), bucket.num_tokens)
     max_blocks = sizing.blocks_per_sequence(config)
     state = empty_state(state_shapes(spec, 4, max_blocks, 64), device)
     params = load_params(config.info, jnp.dtype(dtype), device)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCacheLayout
 from tests.kernels import oracle
 
@@ -29,7 +30,8 @@ class Config:
     max_rows: int = 5
     pages_per_row: int = 4
     num_layers: int = 2
-    axes: tuple[str, str] | None = None  # of K and V, where not the platform's
+    chip: str = "cpu"
+    axes: str | None = None  # where not the platform's
 
     @property
     def num_pages(self) -> int:
@@ -39,7 +41,7 @@ class Config:
     @property
     def layout(self) -> KVCacheLayout:
         layout = KVCacheLayout.for_platform(
-            "cpu",
+            CHIPS[self.chip].platform,
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
@@ -48,7 +50,7 @@ class Config:
         )
         if self.axes is None:
             return layout
-        return dataclasses.replace(layout, k_axes=self.axes[0], v_axes=self.axes[1])
+        return dataclasses.replace(layout, axes=self.axes)
 
     @property
     def unit_roundoff(self) -> float:

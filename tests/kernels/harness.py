@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCache, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.layout import from_logical, to_logical
 from tests.kernels.cases import Case, Config
@@ -38,6 +39,7 @@ def _compiled(
         return ragged_paged_attention(
             kv_cache=kv_cache,
             layout=config.layout,
+            chip=CHIPS[config.chip],
             scale=scale,
             sliding_window=config.sliding_window,
             soft_cap=config.soft_cap,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import (
     IMPLEMENTATIONS,
     KVCache,
@@ -13,7 +14,6 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     unsupported_reason,
 )
-from pallas_kernels.ragged_paged_attention.layout import PLATFORMS
 from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES
 
 FAST_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if name != "reference"]
@@ -31,6 +31,7 @@ def _memory(
             return ragged_paged_attention(
                 *(q, k, v, kv_cache, layer, block_tables, kv_lens, cu_q_lens, rows),
                 layout=layout,
+                chip=CHIPS["cpu"],
                 scale=0.1,
                 implementation=implementation,
             ), None
@@ -81,12 +82,12 @@ def test_no_context_is_stored_densely(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize("model", MODEL_SHAPES)
-def test_takes_the_shapes_of_real_models(implementation, platform, model):
-    call = MODEL_SHAPES[model].call(platform)
+def test_takes_the_shapes_of_real_models(implementation, chip, model):
+    call = MODEL_SHAPES[model].call(chip)
     if unsupported_reason(implementation, call) is not None:
-        assert platform != "cpu", "CPUs run every implementation that is in plain JAX"
+        assert chip.platform != "cpu", "CPUs run every implementation that is in plain JAX"
         return
     layout, num_tokens, num_rows = call.layout, 512, 64
 
@@ -98,7 +99,7 @@ def test_takes_the_shapes_of_real_models(implementation, platform, model):
     cache = layout.shape(1024)
     out, kv_cache = jax.eval_shape(
         lambda *arrays: ragged_paged_attention(
-            *arrays, layout=layout, scale=0.1, implementation=implementation
+            *arrays, layout=layout, chip=chip, scale=0.1, implementation=implementation
         ),
         *(q, new, new, cache, array(), array(num_rows, 256), array(num_rows)),
         *(array(num_rows + 1), array()),

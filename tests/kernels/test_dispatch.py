@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import (
     AUTO_ORDER,
     IMPLEMENTATIONS,
@@ -19,7 +20,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     unsupported_reason,
 )
-from pallas_kernels.ragged_paged_attention.layout import PLATFORMS
+from pallas_kernels.ragged_paged_attention.layout import PLATFORMS, zeros
 from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES
 
 
@@ -74,17 +75,16 @@ def test_every_implementation_has_a_place_in_some_order():
     assert {name for order in AUTO_ORDER.values() for name in order} == set(IMPLEMENTATIONS)
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize("model", MODEL_SHAPES)
-def test_auto_serves_real_models_everywhere(platform, model):
-    explanation = explain(MODEL_SHAPES[model].call(platform))
-    assert explanation.chosen == AUTO_ORDER[platform][0]
-    assert explanation.refused == {}
+def test_auto_serves_real_models_everywhere(chip, model):
+    explanation = explain(MODEL_SHAPES[model].call(chip))
+    assert explanation.chosen in AUTO_ORDER[chip.platform]
 
 
 def test_xla_refuses_axis_orders_it_does_not_read():
-    call = MODEL_SHAPES["SmolLM2-135M"].call("cpu")
-    call = dataclasses.replace(call, layout=dataclasses.replace(call.layout, k_axes="LKPSH"))
+    call = MODEL_SHAPES["SmolLM2-135M"].call(CHIPS["cpu"])
+    call = dataclasses.replace(call, layout=dataclasses.replace(call.layout, axes="LKPSH"))
     reason = unsupported_reason("xla", call)
     assert reason is not None and "axes" in reason
     assert explain(call).refused == {"xla": reason}
@@ -100,13 +100,14 @@ def _attend(**changes):
         q=jnp.ones((4, 4, 8)),
         k=new,
         v=new,
-        kv_cache=LAYOUT.zeros(3),
+        kv_cache=zeros(LAYOUT, 3),
         layer=0,
         block_tables=jnp.array([[1]], jnp.int32),
         kv_lens=jnp.array([4], jnp.int32),
         cu_q_lens=jnp.array([0, 4], jnp.int32),
         num_rows=1,
         layout=LAYOUT,
+        chip=CHIPS["cpu"],
         scale=1.0,
     )
     return ragged_paged_attention(**arguments | changes)
@@ -116,11 +117,12 @@ def _attend(**changes):
     ("changes", "message"),
     [
         ({"q": jnp.ones((4, 3, 8))}, "3 query heads of 8 do not fit"),
-        ({"kv_cache": LAYOUT.zeros(3)._replace(v=jnp.zeros((1, 3, 2, 4, 8)))}, "V cache is float"),
+        ({"kv_cache": zeros(LAYOUT, 3)._replace(v=jnp.zeros((1, 3, 2, 4, 8)))}, "V cache is float"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"soft_cap": 0.0}, "soft_cap is 0"),
         ({"k_scale": 2.0}, "for quantized caches, not bfloat16"),
         ({"v_scale": 2.0}, "for quantized caches, not bfloat16"),
+        ({"chip": CHIPS["h100"]}, "the layout is for a cpu, but h100 is none"),
         ({"implementation": "abacus"}, "'abacus' refused: there is no such implementation"),
     ],
 )
@@ -155,13 +157,17 @@ def test_implementations_learn_all_they_may_refuse_a_call_for(monkeypatch):
     calls = []
     monkeypatch.setattr(IMPLEMENTATIONS["xla"], "unsupported_reason", calls.append)
     layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype("int8"))
-    quantized = dict(layout=layout, kv_cache=layout.zeros(3), v_scale=0.5)
+    quantized = dict(layout=layout, kv_cache=zeros(layout, 3), v_scale=0.5)
     options = dict(sliding_window=3, soft_cap=2.0, sinks=jnp.zeros(4))
     jax.eval_shape(_attend)
     jax.eval_shape(lambda: _attend(**quantized, **options))
     assert calls == [
-        AttentionCall(LAYOUT, 4, jnp.dtype("float32")),
-        AttentionCall(layout, 4, jnp.dtype("float32"), 3, 2.0, has_sinks=True, has_scales=True),
+        AttentionCall(LAYOUT, CHIPS["cpu"], 4, jnp.dtype("float32")),
+        AttentionCall(
+            *(layout, CHIPS["cpu"], 4, jnp.dtype("float32"), 3, 2.0),
+            has_sinks=True,
+            has_scales=True,
+        ),
     ]
 
 
@@ -173,7 +179,7 @@ def test_one_scale_is_the_same_as_one_for_each_head(implementation):
     def out(scale):
         return _attend(
             layout=layout,
-            kv_cache=layout.zeros(3),
+            kv_cache=zeros(layout, 3),
             v_scale=scale,
             implementation=implementation,
         )[0]

@@ -15,6 +15,7 @@ from pallas_kernels.ragged_paged_attention.layout import (
     PLATFORMS,
     from_logical,
     to_logical,
+    zeros,
 )
 from tests.kernels import harness
 from tests.kernels.cases import CONFIGS, RowPlan, make_case
@@ -45,9 +46,23 @@ def test_logical_round_trip_keeps_every_bit(platform, dtype):
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_bytes_per_page_is_what_a_page_takes(platform, dtype):
     layout = KVCacheLayout.for_platform(platform, 2, 3, 8, dtype, 4)
-    num_bytes = [sum(leaf.nbytes for leaf in layout.zeros(pages)) for pages in (3, 4)]
+    num_bytes = [sum(leaf.nbytes for leaf in zeros(layout, pages)) for pages in (3, 4)]
     assert layout.bytes_per_page == num_bytes[1] - num_bytes[0] == num_bytes[0] // 3
-    assert layout.num_pages(layout.zeros(3)) == 3
+    assert layout.num_pages(zeros(layout, 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "padded_head_dim", "token_width"),
+    [
+        *((8, 128, 128, 1024), (3, 64, 64, 256), (1, 64, 64, 128), (2, 80, 128, 256)),
+        *((1, 256, 256, 256), (4, 96, 128, 512), (1, 8, 8, 128), (2, 192, 256, 512)),
+    ],
+)
+def test_a_tpu_pads_heads_to_lanes(num_kv_heads, head_dim, padded_head_dim, token_width):
+    layout = KVCacheLayout.for_platform("tpu", 2, num_kv_heads, head_dim, "bfloat16", 16)
+    assert (layout.padded_head_dim, layout.token_width) == (padded_head_dim, token_width)
+    assert layout.shape(5).k.shape == (2, 5, 16, token_width)
+    assert layout.shape(5).k.shape[layout.heads_axis] == token_width
 
 
 def test_from_logical_refuses_another_dtype():
@@ -78,10 +93,10 @@ def test_for_platform_refuses(changes, message):
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
-@pytest.mark.parametrize("axes", [("LPKSH", "LPKSH"), ("LPSKH", "LKPSH"), ("LKSPH", "LSPKH")])
+@pytest.mark.parametrize("axes", ["LPKSH", "LKPSH", "LKSPH", "LSPKH", "LPSX"])
 def test_tokens_are_written_and_read_where_the_axes_say(axes, dtype):
     layout = KVCacheLayout.for_platform("cpu", 2, 3, 8, dtype, 4)
-    layout = dataclasses.replace(layout, k_axes=axes[0], v_axes=axes[1])
+    layout = dataclasses.replace(layout, axes=axes)
     k, v = (_random_bits((2, 5, 4, 3, 8), dtype, seed) for seed in (0, 1))
     new_k, new_v = (_random_bits((3, 3, 8), layout.storage_dtype, seed) for seed in (2, 3))
     pages, slots = jnp.array([4, 2, 5]), jnp.array([3, 0, 1])  # page 5: dropped
@@ -101,8 +116,8 @@ def test_tokens_are_written_and_read_where_the_axes_say(axes, dtype):
 
 
 def test_definition_does_not_depend_on_the_axis_order():
-    config = dataclasses.replace(CONFIGS["f32-over-bf16"], axes=("LPKSH", "LKPSH"))
-    assert config.layout.k_axes != CONFIGS["f32-over-bf16"].layout.k_axes
+    config = dataclasses.replace(CONFIGS["f32-over-bf16"], axes="LKPSH")
+    assert config.layout.axes != CONFIGS["f32-over-bf16"].layout.axes
     case = make_case(config, [RowPlan(5, 9), RowPlan(1, 20)], seed=0)
     harness.check(case, case.expected(), harness.run("reference", case))
 

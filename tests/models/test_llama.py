@@ -15,7 +15,9 @@ from jaxserve.models import llama
 from jaxserve.models.layers import matmul_f32, rope_frequencies
 from jaxserve.models.registry import Model, model_for
 from jaxserve.worker.weights import load_params
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.layout import zeros
 from tests.checkpoint.gguf_files import GOLDENS, TINY_LLAMA, llama3_factors
 from tests.worker.tiny import INFO, random_params
 
@@ -55,6 +57,7 @@ def test_tiny_llama_has_the_logits_of_transformers():
             jnp.asarray(cu_q_lens),
             len(lens),
             layout=layout,
+            chip=CHIPS["cpu"],
             scale=info.head_dim**-0.5,
             implementation="reference",
         )
@@ -67,7 +70,7 @@ def test_tiny_llama_has_the_logits_of_transformers():
         return llama.logits(params, info, hidden[cu_q_lens[1:] - 1])
 
     token_ids = np.concatenate([s["ids"] for s in sequences]).astype(np.int32)
-    got = np.asarray(run(params, token_ids, positions, layout.zeros(1 + block_tables.size)))
+    got = np.asarray(run(params, token_ids, positions, zeros(layout, 1 + block_tables.size)))
     want = np.array([s["last_logits"] for s in sequences])
     assert got.dtype == np.float32
     assert np.abs(want).max() < 10

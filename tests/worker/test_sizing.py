@@ -18,6 +18,7 @@ from jaxserve.errors import UserError
 from jaxserve.worker import programs, sizing, warmup, worker
 from jaxserve.worker.sizing import KVBlocks, resolve_for_device, size_kv_cache
 from jaxserve.worker.weights import param_shapes
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import reference, xla
 from tests.worker.tiny import INFO
 
@@ -39,6 +40,7 @@ def fake_device(platform: str, stats: dict[str, int] | None = None) -> jax.Devic
     """Passes for a device; there is none of most platforms where tests run."""
     device = mock.Mock(spec=jax.Device)
     device.platform = platform
+    device.device_kind = platform
     device.memory_stats.return_value = stats
     return device
 
@@ -117,7 +119,8 @@ def test_attention_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplo
 
 
 def test_the_attention_call_is_the_models():
-    call = sizing.attention_call(replace(CONFIG, dtype="bfloat16"), "tpu")
+    call = sizing.attention_call(replace(CONFIG, dtype="bfloat16"), CHIPS["v6e"])
+    assert call.chip == CHIPS["v6e"]
     assert (call.num_heads, call.q_dtype) == (INFO.num_heads, "bfloat16")
     layout = call.layout
     assert (layout.platform, layout.dtype, layout.page_size) == ("tpu", "bfloat16", 4)
@@ -170,7 +173,7 @@ def test_blocks_per_sequence(num_tokens, block_size, expected):
     [
         ({}, "gpu", 100, 0, 90, True, "free x 0.9"),
         ({}, "gpu", 100, 20, 70, True, "for the largest step"),
-        ({"memory_utilization": 1.0}, "tpu", 100, 20, 80, True, "free x 1.0"),
+        ({"memory_utilization": 1.0}, "gpu", 100, 20, 80, True, "free x 1.0"),
         ({"num_kv_blocks": 50}, "gpu", 100, 20, 50, False, "--num-kv-blocks"),
         ({"num_kv_blocks": 80}, "gpu", 100, 20, 80, False, "--num-kv-blocks"),  # all there is
         (

@@ -16,6 +16,7 @@ from jaxserve.worker.logits_processors import LogitsProcessor
 from jaxserve.worker.programs import Programs, RunnerState
 from jaxserve.worker.row_options import OptionSpec
 from jaxserve.worker.step import StepSpec
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCacheLayout
 from tests.checkpoint.numpy_llama import hidden_states, last_logits
 
@@ -43,6 +44,7 @@ SPEC = StepSpec(
     KVCacheLayout.for_platform(
         "cpu", INFO.num_layers, INFO.num_kv_heads, INFO.head_dim, "float32", BLOCK_SIZE
     ),
+    CHIPS["cpu"],
     "xla",
     jnp.dtype("float32"),
     LARGE.num_tokens,
