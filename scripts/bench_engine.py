@@ -5,8 +5,9 @@
 
 Prints: start-up with an empty and a filled compilation cache; output tokens/s over HTTP beside the
 bare programs of a step in a loop at the same batch and context; async beside synchronous
-scheduling.
-The machine is shared: a ratio is of the medians over rounds.
+scheduling, by an engine core in the process of the bare programs, on the same worker.
+The machine is shared: HTTP / bare is of the medians over rounds, async / sync the median of each
+round's ratio.
 """
 
 import argparse
@@ -20,7 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.messages import EngineOutput
+    from jaxserve.worker.worker import Worker
 
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 160
@@ -83,16 +91,14 @@ def _open_stream(port: int, prompt: list[int]) -> socket.socket:
 
 
 def _stream_rate(port: int, concurrency: int, seed: int) -> float:
-    """Output tokens/s while all streams decode, which is what the bare step does: from the first
-    token of the last one to begin to the last token of the first one to end.
+    """Output tokens/s while all streams decode, which is what the bare step does.
 
     One thread that only counts: the client takes its time from the same cores.
     """
     stamps: dict[socket.socket, list[float]] = {}
     with selectors.DefaultSelector() as selector:
         for i in range(concurrency):
-            prompt = [(seed * 7919 + i * 131 + j * 17) % 40000 + 100 for j in range(PROMPT_TOKENS)]
-            client = _open_stream(port, prompt)
+            client = _open_stream(port, _prompt(seed, i))
             stamps[client] = []
             selector.register(client, selectors.EVENT_READ, client)
         while selector.get_map():
@@ -103,23 +109,30 @@ def _stream_rate(port: int, concurrency: int, seed: int) -> float:
                 if not data:
                     selector.unregister(client)
                     client.close()
-    start_s = max(s[0] for s in stamps.values())
-    end_s = min(s[-1] for s in stamps.values())
-    num_tokens = sum(start_s < s <= end_s for stream in stamps.values() for s in stream)
+    return _rate_while_all(stamps.values())
+
+
+def _rate_while_all(stamps: Collection[list[float]]) -> float:
+    """From the first token of the last stream to begin to the last token of the first to end."""
+    start_s = max(stream[0] for stream in stamps)
+    end_s = min(stream[-1] for stream in stamps)
+    num_tokens = sum(start_s < s <= end_s for stream in stamps for s in stream)
     return num_tokens / (end_s - start_s)
 
 
-def bare_main(flags: list[str]) -> None:
-    """The other side, in a process of its own: answers each line on stdin with tokens/s."""
-    import jax
-    import numpy as np
+def _prompt(seed: int, row: int) -> list[int]:
+    return [(seed * 7919 + row * 131 + j * 17) % 40000 + 100 for j in range(PROMPT_TOKENS)]
 
+
+def bare_main(flags: list[str]) -> None:
+    """The other sides, in a process of its own: answers each line on stdin with tokens/s.
+
+    "bare ROWS": the programs of a step in a loop. "async ROWS" and "sync ROWS": an engine core that
+    calls them. All on one worker, whose speed depends on where its memory happens to lie.
+    """
     from jaxserve import checkpoint
     from jaxserve.cli_flags import config_from_kwargs
-    from jaxserve.config import resolve_for_model
-    from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
-    from jaxserve.worker.batch_mirror import StepInput
-    from jaxserve.worker.buckets import bucket_for
+    from jaxserve.config import replace, resolve_for_model
     from jaxserve.worker.worker import Worker
 
     pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
@@ -127,55 +140,111 @@ def bare_main(flags: list[str]) -> None:
     config = config_from_kwargs(model=MODEL, executor="in_process", **fields)
     info = checkpoint.load_model_info(checkpoint.resolve_model(MODEL))
     worker = Worker(resolve_for_model(config, info))
-    block_size = worker.load().cache.block_size
-    runner = worker._runner
-    assert runner is not None
+    config = worker.load()
     print("ready", flush=True)
     for line in sys.stdin:
-        rows = int(line)
-        per_row = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // block_size)
-        admitted = [
-            AdmittedRow(
-                row,
-                [row * 131 + j * 17 + 100 for j in range(PROMPT_TOKENS)],
-                PROMPT_TOKENS,
-                0,
-                [1 + row * per_row + b for b in range(per_row)],
-                SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0),
-            )
-            for row in range(rows)
-        ]
-        for request in admitted:  # prefill one by one; those before sit out
-            counts = [n for row in range(request.row) for n in (row, 0)]
-            counts += [request.row, PROMPT_TOKENS]
-            runner.execute(SchedulerOutput(0, admitted=[request], num_tokens=counts))
-            runner.collect()
-        ones = np.ones(rows, np.int32)
-        empty = np.zeros(0, np.int32)
-        step = StepInput(
-            np.arange(rows, dtype=np.int32), ones, ones.astype(bool), -ones, empty, empty, ones
+        side, rows = line.split()
+        if side == "bare":
+            rate = _bare_rate(worker, config.cache.block_size, int(rows))
+        else:
+            is_async = side == "async"
+            rate = _core_rate(worker, replace(config, async_scheduling=is_async), int(rows))
+        print(rate, flush=True)
+
+
+def _bare_rate(worker: "Worker", block_size: int, rows: int) -> float:
+    import jax
+    import numpy as np
+
+    from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
+    from jaxserve.worker.batch_mirror import StepInput
+    from jaxserve.worker.buckets import bucket_for
+
+    runner = worker._runner
+    assert runner is not None
+    per_row = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // block_size)
+    admitted = [
+        AdmittedRow(
+            row,
+            _prompt(0, row),
+            PROMPT_TOKENS,
+            0,
+            [1 + row * per_row + b for b in range(per_row)],
+            SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0),
         )
-        bucket = bucket_for(runner._buckets, rows, rows)
-        buffer = np.empty(bucket.delta_len, np.int32)
-        step.fill(buffer, bucket, runner._num_lines)
-        upload = jax.device_put(buffer)
-        forward = runner._programs.forwards[bucket]
-        sample = runner._programs.samples[bucket.num_rows]
-        started_s = time.perf_counter()
-        for _ in range(OUTPUT_TOKENS - 1):
-            state = runner._state.step
-            logits, sampling_rows, state = forward(runner._params, state, upload)
-            tokens, table = sample(logits, sampling_rows, state.table)
-            runner._state = runner._state._replace(step=state._replace(table=table))
-        tokens.block_until_ready()
-        print(rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s), flush=True)
-        # As the plans do not know of these steps, the rows are simply released.
-        release = SchedulerOutput(0, released_rows=list(range(rows)))
-        runner._mirror.apply(release)
+        for row in range(rows)
+    ]
+    for request in admitted:  # prefill one by one; those before sit out
+        counts = [n for row in range(request.row) for n in (row, 0)]
+        counts += [request.row, PROMPT_TOKENS]
+        runner.execute(SchedulerOutput(0, admitted=[request], num_tokens=counts))
+        runner.collect()
+    ones = np.ones(rows, np.int32)
+    empty = np.zeros(0, np.int32)
+    step = StepInput(
+        np.arange(rows, dtype=np.int32), ones, ones.astype(bool), -ones, empty, empty, ones
+    )
+    bucket = bucket_for(runner._buckets, rows, rows)
+    buffer = np.empty(bucket.delta_len, np.int32)
+    step.fill(buffer, bucket, runner._num_lines)
+    upload = jax.device_put(buffer)
+    forward = runner._programs.forwards[bucket]
+    sample = runner._programs.samples[bucket.num_rows]
+    started_s = time.perf_counter()
+    for _ in range(OUTPUT_TOKENS - 1):
+        state = runner._state.step
+        logits, sampling_rows, state = forward(runner._params, state, upload)
+        _, table = sample(logits, sampling_rows, state.table)
+        runner._state = runner._state._replace(step=state._replace(table=table))
+    jax.block_until_ready(runner._state.step.table)
+    rate = rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s)
+    # As the plans do not know of these steps, the rows are simply released.
+    runner._mirror.apply(SchedulerOutput(0, released_rows=list(range(rows))))
+    return rate
+
+
+def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
+    """Output tokens/s while all rows decode, as `_stream_rate` counts them."""
+    from jaxserve.engine.core import EngineCore
+    from jaxserve.engine.executor.in_process import InProcessExecutor
+    from jaxserve.messages import (
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        SamplingParams,
+        SchedulerOutput,
+    )
+
+    stamps: dict[str, list[float]] = {str(row): [] for row in range(rows)}
+
+    def emit(client_idx: int, message: "EngineOutput") -> None:
+        del client_idx
+        assert isinstance(message, EngineCoreOutputs)
+        for output in message.outputs:
+            stamps[output.request_id] += [time.perf_counter()] * len(output.new_token_ids)
+
+    executor = InProcessExecutor(config, lambda _: worker)
+    executor._worker = worker  # it is loaded
+    core = EngineCore(config, executor, emit)
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0)
+    for row in range(rows):
+        request = EngineCoreRequest(
+            request_id=str(row),
+            prompt_token_ids=_prompt(0, row),
+            sampling=params,
+            arrival_time_s=time.time(),
+        )
+        core.inputs.put(core.make_request(request))
+    core.take_inputs()
+    while core.has_work:
+        core.step()
+    core.shutdown()
+    assert worker._runner is not None
+    worker._runner._mirror.apply(SchedulerOutput(0, released_rows=list(range(rows))))
+    return _rate_while_all(stamps.values())
 
 
 class Bare:
-    """The bare programs' process."""
+    """The process of the sides without HTTP."""
 
     def __init__(self, flags: list[str]):
         self._process = subprocess.Popen(
@@ -191,9 +260,9 @@ class Bare:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def tokens_per_s(self, rows: int) -> float:
+    def tokens_per_s(self, rows: int, side: str = "bare") -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{rows}\n")
+        self._process.stdin.write(f"{side} {rows}\n")
         self._process.stdin.flush()
         return float(self._readline())
 
@@ -215,25 +284,31 @@ def bench_start(flags: list[str]) -> None:
 
 
 def bench_rates(concurrencies: list[int], rounds: int, flags: list[str]) -> None:
-    """Every round starts all sides anew, in another order: where a process's memory happens to lie
+    """Every round starts both processes anew, in turn: where a process's memory happens to lie
     changes its speed by several percent for as long as it lives."""
-    sides = {"bare": [], "async": [], "sync": ["--no-async-scheduling"]}
+    sides = ("bare", "async", "sync", "HTTP")
     rates = {(side, c): [] for side in sides for c in concurrencies}
     for round_idx in range(rounds):
-        order = list(sides)[round_idx % 3 :] + list(sides)[: round_idx % 3]
-        for side in order:
-            with contextlib.closing(
-                Bare(flags) if side == "bare" else Server([*flags, *sides[side]])
-            ) as running:
+        for is_http in (True, False) if round_idx % 2 else (False, True):
+            with contextlib.closing(Server(flags) if is_http else Bare(flags)) as running:
                 for concurrency in concurrencies:
                     running.tokens_per_s(concurrency)  # the first one is not counted
-                    rates[side, concurrency].append(running.tokens_per_s(concurrency))
-    print("concurrency   bare tok/s   HTTP async   HTTP sync   async/bare   async/sync")
+                    if isinstance(running, Server):
+                        rates["HTTP", concurrency].append(running.tokens_per_s(concurrency))
+                        continue
+                    order = sides[:3] if round_idx % 2 else sides[2::-1]
+                    for side in order:
+                        rate = running.tokens_per_s(concurrency, side)
+                        rates[side, concurrency].append(rate)
+    print("tok/s: bare programs, engine core async and sync on one worker; through HTTP (async)")
+    print("concurrency     bare    async     sync     HTTP   HTTP/bare   async/sync")
     for concurrency in concurrencies:
-        bare, with_async, without = (statistics.median(rates[s, concurrency]) for s in sides)
+        bare, with_async, sync, http = (statistics.median(rates[s, concurrency]) for s in sides)
+        by_round = zip(rates["async", concurrency], rates["sync", concurrency], strict=True)
+        ratio = statistics.median(a / b for a, b in by_round)
         print(
-            f"{concurrency:11} {bare:12.1f} {with_async:12.1f} {without:11.1f} "
-            f"{with_async / bare:12.3f} {with_async / without:12.3f}"
+            f"{concurrency:11} {bare:8.1f} {with_async:8.1f} {sync:8.1f} {http:8.1f} "
+            f"{http / bare:11.3f} {ratio:12.3f}"
         )
 
 
