@@ -101,6 +101,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[
         int, Meta(ge=0, le=2**17, description="Most tokens in a step; 0: what suits the platform.")
     ] = 0
+    jump_ahead_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Tokens of a step that take no longer than one: tokens that a grammar "
+            "leaves no choice about fill steps up to here; 0: what suits the platform.",
+        ),
+    ] = 0
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Meta(description="Order of waiting requests.")
     ] = "fcfs"
@@ -300,7 +309,7 @@ def check_resolved(config: EngineConfig) -> EngineConfig:
     derived = (
         (config.model, ("max_model_len", "served_model_name", "dtype", "info")),
         (config.cache, ("block_size", "num_kv_blocks")),
-        (config.scheduler, ("max_num_seqs", "max_num_batched_tokens")),
+        (config.scheduler, ("max_num_seqs", "max_num_batched_tokens", "jump_ahead_tokens")),
         (config.worker, ("attention", "compilation_cache_dir")),
     )
     open_fields = [

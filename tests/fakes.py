@@ -51,6 +51,7 @@ def fake_config(**flat: object) -> EngineConfig:
         "num_kv_blocks": 512,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "jump_ahead_tokens": 64,
         "attention": "reference",
         "compilation_cache_dir": "none",
         "step_timeout_s": 30.0,

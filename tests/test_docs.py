@@ -319,7 +319,8 @@ def test_platform_defaults_are_listed():
         listed[name.strip("`")] = [cell.strip("`").replace(",", "") for cell in cells]
     assert listed == {
         name: [
-            *map(str, (d.block_size, d.max_num_seqs, d.max_num_batched_tokens, d.smallest_bucket)),
+            *map(str, (d.block_size, d.max_num_seqs, d.max_num_batched_tokens)),
+            *map(str, (d.smallest_bucket, d.jump_ahead_tokens)),
             d.dtype,
         ]
         for name, d in _DEFAULTS.items()
@@ -340,6 +341,7 @@ class ResolvedWorker(FakeWorker):
             num_kv_blocks=64,
             max_num_seqs=4,
             max_num_batched_tokens=64,
+            jump_ahead_tokens=64,
             attention="reference",
             compilation_cache_dir="none",
         )

@@ -202,8 +202,13 @@ class EngineCore:
     def _send_mask(self, plan: StepPlan) -> None:
         masked = self._grammars.mask(plan.message.step_id, plan.masked)
         self._executor.sample(masked.mask)
+        # More than fits the next step's padding would cost time where steps are not short of work.
+        num_rows = len(plan.scheduled)
+        padded = 1 << (num_rows - 1).bit_length()
+        room = max(padded, self._config.scheduler.jump_ahead_tokens) - num_rows
         for request, token_ids in masked.forced:
-            self._scheduler.force_tokens(request, token_ids)
+            self._scheduler.force_tokens(request, token_ids[:room])
+            room -= len(token_ids[:room])
         if masked.ended:
             self._emit_outputs([self._scheduler.end(*ended) for ended in masked.ended])
 

@@ -231,6 +231,19 @@ def test_forced_tokens_save_steps_and_change_nothing(async_scheduling: bool) -> 
     assert steps[0] < 0.4 * num_tokens
 
 
+@pytest.mark.parametrize(("jump_ahead_tokens", "room"), [(1, 1), (4, 1), (6, 3), (64, 30)])
+def test_forced_tokens_fill_steps_that_have_room(jump_ahead_tokens: int, room: int) -> None:
+    """Steps of three rows are padded to four tokens. All three are forced ten tokens at once."""
+    engine = Engine(jump_ahead_tokens=jump_ahead_tokens)
+    for name in "abc":
+        engine.add(name, grammar_from_regex("(one|two) and three"))
+    engine.run_until_idle()
+    assert {engine.text(name) for name in "abc"} <= {"one and three", "two and three"}
+    plans = engine.executor.plans
+    forced = [sum(len(tokens) for _, tokens in plan.forced_tokens) for plan in plans]
+    assert next(filter(None, forced)) == room
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -31,6 +31,7 @@ CONFIG = replace(
     block_size=4,
     max_num_seqs=4,
     max_num_batched_tokens=16,
+    jump_ahead_tokens=8,
 )
 BLOCK_BYTES = 2 * INFO.num_layers * 4 * INFO.num_kv_heads * INFO.head_dim * 4  # K and V
 NEEDED = 32 // 4 + 1  # a longest sequence, and the null block
