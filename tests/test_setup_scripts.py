@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("setup", "serve", "check", "test")
+SCRIPTS = ("setup", "serve", "check", "test", "with_compilers")
 TOOLS = ("bash", "env", "mkdir", "rm", "touch", "cp", "chmod", "cat", "sleep")
 
 # Calls itself suitable, runs every other `-c` with a real Python, and of the rest only writes down
@@ -29,6 +29,8 @@ if [[ $2 == venv ]]; then
   chmod +x .venv/bin/jaxserve
 fi
 if [[ $2 == pip && -e slow ]]; then sleep 0.5; fi
+if [[ $1 == show ]]; then printf '%s\\n' "$$" "$PYTHONPATH" "$PATH" "$JAX_PLATFORMS"; fi
+if [[ $* == *" --target "* ]]; then mkdir .cache/kernel-compilers; fi
 exit 0
 """
 VENV = "-m venv .venv"
@@ -37,6 +39,7 @@ PROJECT = f"{PIP} --no-deps --editable ."
 DEMO = "-m jaxserve.checkpoint.demo"
 RUNTIME = [f"{PIP} -r requirements/runtime.txt", PROJECT, DEMO]
 DEV = [f"{PIP} -r requirements/dev.txt", PROJECT, DEMO]
+COMPILERS = f"{PIP} --no-deps --target .cache/kernel-compilers -r requirements/kernels.txt"
 
 
 class Machine:
@@ -53,8 +56,9 @@ class Machine:
         (self.root / "requirements").mkdir()
         for name in SCRIPTS:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
-        for name in ("requirements/runtime.txt", "requirements/dev.txt", "pyproject.toml"):
-            (self.root / name).write_text("one")
+        for kind in ("runtime", "dev", "kernels"):
+            (self.root / "requirements" / f"{kind}.txt").write_text("one")
+        (self.root / "pyproject.toml").write_text("one")
         for tool in TOOLS:
             self.path.joinpath(tool).symlink_to(shutil.which(tool) or tool)
 
@@ -282,6 +286,29 @@ def test_a_demo_model_that_did_not_come_is_asked_for_again(machine):
     assert machine.take_log() == RUNTIME
 
 
+def test_compilers_come_once_and_lie_beside_the_venv(machine):
+    assert machine.run("setup", "kernels")[0] == 0
+    assert machine.take_log() == [VENV, *RUNTIME, COMPILERS]
+    assert machine.run("setup", "kernels") == (0, "", "")
+    machine.run("setup", "dev")
+    machine.take_log()
+    assert machine.run("setup", "kernels") == (0, "", "")
+    (machine.root / "requirements" / "kernels.txt").write_text("two")
+    assert machine.run("setup", "dev") == (0, "", "")
+    assert machine.run("setup", "kernels")[0] == 0
+    assert machine.take_log() == [COMPILERS]
+
+
+def test_compilers_that_did_not_come_are_asked_for_again(machine):
+    machine.run("setup", "dev")
+    machine.take_log()
+    (machine.root / "fail-pip").touch()
+    assert machine.run("setup", "kernels")[0] == 1
+    (machine.root / "fail-pip").unlink()
+    assert machine.run("setup", "kernels")[0] == 0
+    assert machine.take_log() == [COMPILERS, COMPILERS]
+
+
 def test_two_at_once_install_once(machine):
     (machine.root / "slow").touch()
     both = [machine.start("setup"), machine.start("setup")]
@@ -296,7 +323,7 @@ def test_an_unknown_word_is_refused(machine):
     assert (code, machine.take_log()) == (2, [])
     assert err == (
         "error: scripts/setup knows no 'everything'.\n"
-        "fix: Use scripts/setup runtime, dev or python.\n"
+        "fix: Use scripts/setup runtime, dev, kernels or python.\n"
     )
 
 
@@ -341,3 +368,18 @@ def test_test_checks_and_then_tests(machine):
     (machine.root / "fail-pyright").touch()
     assert machine.run("test")[0] == 1
     assert "-m pytest" not in machine.take_log()
+
+
+def test_with_compilers_becomes_a_python_that_finds_them(machine):
+    machine.environment["PYTHONPATH"] = "mine"
+    process = machine.start("with_compilers", "show", "a b")
+    out, _ = process.communicate(timeout=30)
+    assert machine.take_log() == [VENV, *RUNTIME, COMPILERS, "show a b"]
+    compilers = machine.root / ".cache" / "kernel-compilers"
+    assert (compilers / ".stamp").exists()
+    assert out.splitlines() == [
+        str(process.pid),
+        f"{compilers}:mine",
+        f"{compilers}/nvidia/cuda_nvcc/bin:{machine.path}",
+        "cpu",
+    ]
