@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("setup", "serve", "check", "test", "with_compilers")
+SCRIPTS = ("setup", "serve", "check", "test", "check_kernels", "with_compilers")
 TOOLS = ("bash", "env", "mkdir", "rm", "touch", "cp", "chmod", "cat", "sleep")
 
 # Calls itself suitable, runs every other `-c` with a real Python, and of the rest only writes down
@@ -365,6 +365,12 @@ def test_test_checks_and_then_tests(machine):
     assert machine.run("test", "-k", "a b")[0] == 0
     log = machine.take_log()
     assert log[0] == "-m ruff format --check --quiet ." and log[-1] == "-m pytest -k a b"
+    assert machine.run("test")[0] == 0
+    assert machine.take_log()[-3:] == [
+        "-m pytest --ignore=tests/compile",
+        COMPILERS,
+        "-m pytest tests/compile --fast",
+    ]
     (machine.root / "fail-pyright").touch()
     assert machine.run("test")[0] == 1
     assert "-m pytest" not in machine.take_log()

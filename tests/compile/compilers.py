@@ -1,0 +1,170 @@
+"""Compiles programs for chips in processes of their own, several at a time.
+
+A compiler that aborts, hangs or prints takes down, holds up or speaks for one program only.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+_NUM_PROCESSES = 2
+_LIMIT_S = 300
+_NUM_LAST_WORDS = 2000
+
+
+class Program(NamedTuple):
+    """A function, jitted where it donates, and the shapes to compile it for."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class Job(Protocol):
+    """What makes a program, in the process that compiles it; picklable and hashable."""
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip to compile for."""
+        ...
+
+    def program(self) -> Program:
+        """The program."""
+        ...
+
+
+class PtxasFigures(NamedTuple):
+    """What ptxas says of one kernel of Mosaic GPU."""
+
+    registers: int
+    spilled_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made."""
+
+    hlo: str
+    temp_bytes: int
+    alias_bytes: int
+    kernels: tuple[PtxasFigures, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """The compiler's words, or those of what stands before it."""
+
+    words: str
+
+
+class Compilers:
+    """Processes that compile, started when first used; close them at the end."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_NUM_PROCESSES)
+        self._own = threading.local()
+        self._children: list[_Child] = []
+        self._results: dict[Job, Future[Compiled | Refused]] = {}
+
+    def submit(self, job: Job) -> Future[Compiled | Refused]:
+        """Compiles the job's program when a process is free; each job once."""
+        if job not in self._results:
+            self._results[job] = self._threads.submit(self._compile, job)
+        return self._results[job]
+
+    def close(self) -> None:
+        """Drops what was not begun and ends the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.end()
+
+    def _compile(self, job: Job) -> Compiled | Refused:
+        child = getattr(self._own, "child", None)
+        if child is None or not child.is_alive():
+            child = self._own.child = _Child()
+            self._children.append(child)
+        return child.compile(job)
+
+
+class _Child:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed by end)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._output.name), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def compile(self, job: Job) -> Compiled | Refused:
+        self._pipe.send(job)
+        try:
+            if self._pipe.poll(_LIMIT_S):
+                return self._pipe.recv()
+            problem = f"not compiled after {_LIMIT_S} s"
+        except EOFError:
+            problem = "the compiler died"
+        last_words = Path(self._output.name).read_text(errors="replace")[-_NUM_LAST_WORDS:]
+        self.end()
+        return Refused(f"{problem}; its last words: {last_words}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._output.close()
+
+
+def _serve(jobs: Connection, output: str) -> None:
+    """The life of a process that compiles; all that it prints goes to the file `output`."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # read when a kernel is compiled
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # every compile is a real one
+    with open(output, "ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    while True:
+        begin = os.path.getsize(output)
+        try:
+            job = jobs.recv()
+        except EOFError:
+            return
+        result = _compile(job)
+        if isinstance(result, Compiled):
+            said = Path(output).read_text(errors="replace")[begin:]
+            result = dataclasses.replace(result, kernels=ptxas_figures(said))
+        jobs.send(result)
+
+
+def _compile(job: Job) -> Compiled | Refused:
+    from pallas_kernels.aot import compile_for
+    from pallas_kernels.chips import CHIPS
+
+    try:
+        program = job.program()
+        compiled = compile_for(CHIPS[job.chip], program.fn, *program.args)
+    except Exception as error:  # compilers and what stands before them raise what they like
+        return Refused(f"{type(error).__name__}: {error}")
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return Compiled(compiled.as_text(), analysis.temp_size_in_bytes, analysis.alias_size_in_bytes)
+
+
+def ptxas_figures(said: str) -> tuple[PtxasFigures, ...]:
+    """The figures of every kernel in what ptxas printed with -v."""
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads\n", said)
+    registers = re.findall(r"Used (\d+) registers", said)
+    return tuple(
+        PtxasFigures(int(count), int(stored) + int(loaded))
+        for count, (stored, loaded) in zip(registers, spills, strict=True)
+    )

@@ -1,0 +1,52 @@
+"""What compile tests get: compilers in processes of their own, and a table at the end."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compile.compilers import Compilers
+
+_ROWS = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="compile a subset that is chosen well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_ROWS] = []
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> list[str]:
+    """Lines that are printed after the tests."""
+    return request.config.stash[_ROWS]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    rows = config.stash[_ROWS]
+    if rows:
+        terminalreporter.section("compiled")
+        terminalreporter.write("\n".join([*rows, ""]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compilers_are_there() -> None:
+    from pallas_kernels.aot import COMPILED_CHIPS, missing_reason
+
+    reason = next(filter(None, map(missing_reason, COMPILED_CHIPS.values())), None)
+    if reason is not None:
+        pytest.fail(reason, pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def compilers(request: pytest.FixtureRequest) -> Iterator[Compilers]:
+    """Compiles; what the chosen tests will ask for is begun at once."""
+    made = Compilers()
+    for item in request.session.items:
+        for job in getattr(getattr(item, "callspec", None), "params", {}).get("jobs", ()):
+            made.submit(job)
+    yield made
+    made.close()

@@ -1,0 +1,57 @@
+"""Every feature of ragged paged attention compiles for every chip, and nothing copies the cache."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from pallas_kernels.ragged_paged_attention import AUTO_ORDER, explain
+from tests.compile import hlo
+from tests.compile.cells import LEVELS, Cell, one_by_one, pairwise
+from tests.compile.compilers import Compilers, Refused
+
+# What a kernel of Mosaic is called in the HLO.
+_KERNELS = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "jobs" not in metafunc.fixturenames:
+        return
+    is_fast = metafunc.config.getoption("fast", default=False)
+    cells = list(dict.fromkeys([*pairwise(), *(() if is_fast else one_by_one())]))
+    # With half as many pages too: every cell, or the first of each chip.
+    twice = {cell.chip: cell for cell in reversed(cells)}.values() if is_fast else cells
+    jobs = [
+        (cell, dataclasses.replace(cell, cache_share=0.5)) if cell in twice else (cell,)
+        for cell in cells
+    ]
+    metafunc.parametrize("jobs", jobs, ids=map(str, cells))
+
+
+def test_compiles_and_copies_no_cache(
+    compilers: Compilers, table: list[str], jobs: tuple[Cell, ...]
+) -> None:
+    explanation = explain(jobs[0].call)
+    best, *_ = AUTO_ORDER[jobs[0].call.chip.platform]
+    temp_sizes = set()
+    for cell in jobs:
+        result = compilers.submit(cell).result()
+        assert not isinstance(result, Refused), f"{cell}, {explanation}: {result.words}"
+        layer_bytes = hlo.num_bytes(cell.cache.k) // 2
+        assert result.alias_bytes >= 2 * hlo.num_bytes(cell.cache.k), "the cache is not donated"
+        assert result.temp_bytes < layer_bytes, f"{result.temp_bytes} temporary bytes"
+        assert not hlo.copies(result.hlo, layer_bytes // 2)
+        if explanation.chosen in _KERNELS:
+            assert _KERNELS[explanation.chosen] in result.hlo
+        assert [kernel.spilled_bytes for kernel in result.kernels] == [0] * len(result.kernels)
+        temp_sizes.add(result.temp_bytes)
+    assert len(temp_sizes) == 1, f"temporary bytes depend on the number of pages: {temp_sizes}"
+    table.append(f"{jobs[0]}: {explanation}; {temp_sizes.pop()} B temporary; {result.kernels}")
+    assert explanation.chosen == best
+
+
+def test_the_fast_subset_has_every_pair():
+    cells = [dataclasses.asdict(cell) for cell in pairwise()]
+    for a, b in itertools.combinations(LEVELS, 2):
+        for pair in itertools.product(LEVELS[a], LEVELS[b]):
+            assert any((cell[a], cell[b]) == pair for cell in cells), (a, b, pair)
