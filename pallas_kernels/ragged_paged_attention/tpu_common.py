@@ -9,6 +9,7 @@
 - `MASKED`, `kv_head_of_rows`, `factors`: numbers of the softmax.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,7 @@ class TpuCall(NamedTuple):
 
 def write_group(layout: KVCacheLayout) -> int:
     """Slots of a page that are written together: no DMA moves less than a tile of sublanes."""
-    return min(8 * 4 // layout.storage_dtype.itemsize, layout.page_size)
+    return math.gcd(8 * 4 // layout.storage_dtype.itemsize, layout.page_size)
 
 
 def pack_tables(block_tables: Int32[Array, "R B"], num_pages: int) -> Int32[Array, "R C 128"]:
