@@ -15,6 +15,8 @@ from jaxserve.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_MAX_MESH = 4096  # devices along an axis
+
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """What a checkpoint says of itself; read without jax (`checkpoint/`), not set by flags."""
@@ -116,6 +118,20 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     async_scheduling: Annotated[
         bool, Meta(description="Plan the next step while the last one runs.")
     ] = True
+
+
+class ParallelConfig(Struct, frozen=True, kw_only=True):
+    """How many devices share the model."""
+
+    mesh: Annotated[
+        str, Meta(description="Devices as DxM: M share the weights and the KV cache; D is 1.")
+    ] = "1x1"
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of the mesh."""
+        data, model = _parse_mesh(self.mesh)
+        return data * model
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True):
@@ -236,6 +252,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     worker: WorkerConfig = WorkerConfig()
     chat: ChatConfig = ChatConfig()
     server: ServerConfig = ServerConfig()
@@ -251,6 +268,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
     "worker": WorkerConfig,
     "chat": ChatConfig,
     "server": ServerConfig,
@@ -282,8 +300,16 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     """Derives what follows from the checkpoint.
 
     Raises:
-      UserError: `--max-model-len` is longer than the model's positions, or below 2.
+      UserError: `--max-model-len` is longer than the model's positions, or below 2; `--mesh` is
+        none, or has a data axis.
     """
+    data, model = _parse_mesh(config.parallel.mesh)
+    if data != 1:
+        raise UserError(
+            f"--mesh {config.parallel.mesh}: devices can share one model, but not hold {data} of "
+            "it.",
+            fix=f"Use --mesh 1x{model}.",
+        )
     limit = info.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:
@@ -302,6 +328,17 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         max_model_len=max_model_len,
         served_model_name=config.model.served_model_name or config.model.model,
     )
+
+
+def _parse_mesh(mesh: str) -> tuple[int, int]:
+    """Lengths of the axes data and model."""
+    data, _, model = mesh.partition("x")
+    lengths = [int(text) if text.isascii() and text.isdecimal() else 0 for text in (data, model)]
+    if not all(0 < length <= _MAX_MESH for length in lengths):
+        raise UserError(
+            f"--mesh {mesh} is not two numbers of devices.", fix="Use DxM, such as --mesh 1x4."
+        )
+    return lengths[0], lengths[1]
 
 
 def check_resolved(config: EngineConfig) -> EngineConfig:

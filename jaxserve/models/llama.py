@@ -15,23 +15,37 @@ from jaxserve.models.layers import (
     rope_frequencies,
     rope_tables,
 )
+from jaxserve.models.partition import pad_to, partition, place_heads
 from jaxserve.models.registry import Attend, Params, ParamSpec
 from pallas_kernels.ragged_paged_attention import KVCache
 
 _LAYER = "model.layers.{i}."
 
 
-def param_specs(info: ModelInfo) -> dict[str, ParamSpec]:
-    """Every parameter. Queries, keys and values of one KV head lie together, so that any split of
-    the KV heads over devices keeps groups whole: qkv is [L, K, N/K + 2, H, D]."""
-    layers, embed, mlp = info.num_layers, info.hidden_size, info.intermediate_size
-    kv_heads, head_dim = info.num_kv_heads, info.head_dim
-    group = info.num_heads // kv_heads
+def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
+    """See `registry.Model.param_specs`. What a part of the heads or of the MLP needs lies together:
+    qkv is [L, K, G + 2, H, D], the G queries, the key and the value of one KV head, and gate_up is
+    [L, parts, 2, F / parts, D]."""
+    layers, embed, head_dim = info.num_layers, info.hidden_size, info.head_dim
+    cut = partition(info, num_parts)
+    num_places, group = cut.q_heads.shape
 
     def pack_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        q = q.reshape(kv_heads, group, head_dim, *q.shape[1:])
-        k, v = (a.reshape(kv_heads, 1, head_dim, *a.shape[1:]) for a in (k, v))
+        q = place_heads(q.reshape(info.num_heads, head_dim, *q.shape[1:]), cut.q_heads)
+        k, v = (a.reshape(info.num_kv_heads, head_dim, *a.shape[1:]) for a in (k, v))
+        k, v = (place_heads(a, cut.kv_heads)[:, None] for a in (k, v))
         return np.concatenate([q, k, v], axis=1)
+
+    def pack_attn_out(out: np.ndarray) -> np.ndarray:
+        heads = out.reshape(len(out), info.num_heads, head_dim).swapaxes(0, 1)
+        return place_heads(heads, cut.q_heads.ravel()).swapaxes(0, 1).reshape(len(out), -1)
+
+    def pad_mlp(array: np.ndarray, axis: int) -> np.ndarray:
+        return pad_to(array, axis, info.intermediate_size, cut.mlp)
+
+    def pack_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        both = pad_mlp(np.stack([gate, up]), 1)
+        return both.reshape(2, num_parts, -1, *gate.shape[1:]).swapaxes(0, 1)
 
     def stacked(
         shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str, assemble=None
@@ -48,27 +62,35 @@ def param_specs(info: ModelInfo) -> dict[str, ParamSpec]:
         "final_norm": ParamSpec((embed,), ("embed",), ("model.norm.weight",)),
         "layers.attn_norm": stacked((embed,), ("embed",), "input_layernorm.weight"),
         "layers.qkv": stacked(
-            (kv_heads, group + 2, head_dim, embed),
+            (num_places, group + 2, head_dim, embed),
             ("kv_heads", None, None, "embed"),
             *[n + ".weight" for n in qkv_names],
             assemble=pack_qkv,
         ),
         "layers.attn_out": stacked(
-            (embed, info.num_heads * head_dim), ("embed", "heads"), "self_attn.o_proj.weight"
+            (embed, num_places * group * head_dim),
+            ("embed", "heads"),
+            "self_attn.o_proj.weight",
+            assemble=pack_attn_out,
         ),
         "layers.mlp_norm": stacked((embed,), ("embed",), "post_attention_layernorm.weight"),
         "layers.gate_up": stacked(
-            (2, mlp, embed),
-            (None, "mlp", "embed"),
+            (num_parts, 2, cut.mlp // num_parts, embed),
+            ("parts", None, None, "embed"),
             "mlp.gate_proj.weight",
             "mlp.up_proj.weight",
-            assemble=lambda gate, up: np.stack([gate, up]),
+            assemble=pack_gate_up,
         ),
-        "layers.down": stacked((embed, mlp), ("embed", "mlp"), "mlp.down_proj.weight"),
+        "layers.down": stacked(
+            (embed, cut.mlp),
+            ("embed", "mlp"),
+            "mlp.down_proj.weight",
+            assemble=lambda down: pad_mlp(down, 1),
+        ),
     }
     if info.attention_bias:
         specs["layers.qkv_bias"] = stacked(
-            (kv_heads, group + 2, head_dim),
+            (num_places, group + 2, head_dim),
             ("kv_heads", None, None),
             *[n + ".bias" for n in qkv_names],
             assemble=pack_qkv,
@@ -101,7 +123,7 @@ def forward(
         qkv = linear(h, weights["qkv"])
         if "qkv_bias" in weights:
             qkv = qkv + weights["qkv_bias"]
-        q = qkv[:, :, :-2].reshape(num_tokens, info.num_heads, info.head_dim)
+        q = qkv[:, :, :-2].reshape(num_tokens, -1, info.head_dim)
         q, k = apply_rope(q, tables), apply_rope(qkv[:, :, -2], tables)
         attended, kv_cache = attend(q, k, qkv[:, :, -1], kv_cache, layer_idx)
         attended = linear(attended.reshape(num_tokens, -1), weights["attn_out"])
@@ -110,7 +132,8 @@ def forward(
         x = x + attended
         h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
         gate_up = linear(h, weights["gate_up"])
-        x = x + linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], weights["down"])
+        activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        x = x + linear(activated.reshape(num_tokens, -1), weights["down"])
         return (x, kv_cache), None
 
     prefix = "layers."

@@ -27,7 +27,8 @@ type Attend = Callable[
 class ParamSpec:
     """One parameter array: its shape, what its axes mean, and where its values come from.
 
-    axes: a logical name an axis ("layers", "embed", "heads", "kv_heads", "mlp", "vocab"), or None.
+    axes: a logical name an axis, or None: "layers", "embed", "heads", "kv_heads", "mlp", "parts",
+      "vocab". `worker/sharding.py` says which of them a mesh splits.
     sources: one group of checkpoint tensor names (Hugging Face names, "{i}" is the layer) that
       together fill one layer. With "layers" as first axis there is one such group a layer.
     assemble: turns one group's tensors into the array (of one layer); None: the single tensor.
@@ -47,8 +48,12 @@ class ParamSpec:
 class Model(Protocol):
     """What an architecture's module must hold."""
 
-    def param_specs(self, info: ModelInfo) -> dict[str, ParamSpec]:
-        """Every parameter of the model, by name."""
+    def param_specs(self, info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
+        """Every parameter of the model, by name, such that `num_parts` divides the axes "heads",
+        "kv_heads", "mlp" and "parts", and each part of them belongs together: see `partition`.
+
+        `forward` takes the parameters of any number of parts.
+        """
         ...
 
     def forward(

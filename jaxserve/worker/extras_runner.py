@@ -23,12 +23,11 @@ class ExtrasRunner:
         params: Params,
         pooled: Float32[Array, "lines D"],
         vocab_size: int,
-        device: jax.Device,
     ):
         self._programs = programs
         self._params = params
         self._pooled = pooled
-        self._device = device
+        self._uploaded = pooled.sharding  # whole on every device
         self._mirror = ExtrasMirror(pooled.shape[0], vocab_size)
 
     def warm_up_scores(self, logits: Float32[Array, "R V"], tokens: Int32[Array, " R"]) -> None:
@@ -91,7 +90,7 @@ class ExtrasRunner:
         num_top: int,
     ) -> TokenScores:
         program = self._programs.scores[logits.shape[0], self._top(num_top)]
-        return program(logits, tokens, jax.device_put(chosen, self._device))
+        return program(logits, tokens, jax.device_put(chosen, self._uploaded))
 
     def _score_prompt(self, plan: PromptPlan, hidden: Float[Array, "T D"]) -> list[TokenScores]:
         program = self._programs.prompt_scores[self._top(plan.num_top)]
@@ -102,12 +101,12 @@ class ExtrasRunner:
             for line, whole in zip(padded, (plan.places, plan.next_tokens), strict=True):
                 part = whole[start : start + length]
                 line[: len(part)] = part
-            uploads = (jax.device_put(line, self._device) for line in padded)
+            uploads = (jax.device_put(line, self._uploaded) for line in padded)
             pieces.append(program(self._params, hidden, *uploads))
         return pieces
 
     def _pool(self, plan: PoolPlan, hidden: Float[Array, "T D"]) -> Float32[Array, "lines D"]:
         lines = np.full(hidden.shape[0], self._pooled.shape[0], np.int32)
         lines[: len(plan.lines)] = plan.lines
-        uploads = (jax.device_put(part, self._device) for part in (lines, plan.is_fresh))
+        uploads = (jax.device_put(part, self._uploaded) for part in (lines, plan.is_fresh))
         return self._programs.pool(self._pooled, hidden, *uploads)

@@ -49,17 +49,16 @@ class ModelRunner:
         state: RunnerState,
         options: OptionSpec,
         max_blocks_per_row: int,
-        device: jax.Device,
     ):
         self._programs = programs
         self._buckets = tuple(programs.forwards)
         self._params = params
         self._state = state
         self._options = options
-        self._device = device
+        self._uploaded = state.step.table.sharding  # whole on every device
         self._num_lines = state.step.table.shape[0]
         self._mirror = BatchMirror(self._num_lines, max_blocks_per_row)
-        self._extras = ExtrasRunner(programs, params, state.pooled, options.vocab_size, device)
+        self._extras = ExtrasRunner(programs, params, state.pooled, options.vocab_size)
         self._option_rows: set[int] = set()
         self._forwarded: _Forwarded | None = None
         self._in_flight: queue.SimpleQueue[_InFlight] = queue.SimpleQueue()
@@ -176,7 +175,7 @@ class ModelRunner:
         self._state = self._state._replace(options=options)
 
     def _upload(self, array: Shaped[np.ndarray, "*S"]) -> Shaped[Array, "*S"]:
-        return jax.device_put(array, self._device)
+        return jax.device_put(array, self._uploaded)
 
 
 def mask_of_rows(

@@ -1,6 +1,7 @@
 """Every compiled program: what it takes, what it donates, how it is made.
 
-`params` and states may be arrays or their shapes.
+`params` and states may be arrays or their shapes, with their shardings. What is uploaded is whole
+on every device; see `sharding` for the rest.
 """
 
 import functools
@@ -9,13 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax.sharding import Sharding
 
 from jaxserve.messages import MAX_LOGPROB_TOKEN_IDS
 from jaxserve.worker.batch_state import apply_writes, num_columns
 from jaxserve.worker.buckets import Bucket
 from jaxserve.worker.prompt_outputs import add_pooled, piece_len, score_prompt
 from jaxserve.worker.row_options import OptionSpec, OptionState, write_options
+from jaxserve.worker.sharding import by_vocab, device_bytes, kv_cache_shapes, place
 from jaxserve.worker.step import (
     DeviceState,
     StepSpec,
@@ -73,37 +75,40 @@ def state_shapes(
     spec: StepSpec, max_num_seqs: int, max_blocks_per_row: int, num_blocks: int
 ) -> DeviceState:
     """Shapes of what forwards change."""
-    hidden = jax.ShapeDtypeStruct((spec.max_num_tokens, spec.info.hidden_size), spec.dtype)
-    table = _int32(max_num_seqs, num_columns(max_blocks_per_row))
-    return DeviceState(table, spec.layout.shape(num_blocks), hidden)
+    whole = place(spec.mesh)
+    hidden_shape = (spec.max_num_tokens, spec.info.hidden_size)
+    hidden = jax.ShapeDtypeStruct(hidden_shape, spec.dtype, sharding=whole)
+    table = _int32(whole, max_num_seqs, num_columns(max_blocks_per_row))
+    return DeviceState(table, kv_cache_shapes(spec.layout, num_blocks, spec.mesh), hidden)
 
 
 def runner_state_shapes(
     spec: StepSpec, options: OptionSpec, row_counts: Iterable[int], step: DeviceState
 ) -> RunnerState:
     """Shapes of the whole state, around those of `step`."""
-    num_lines = step.table.shape[0]
+    num_lines, whole = step.table.shape[0], place(spec.mesh)
+    counts = _int32(by_vocab(spec.info.vocab_size, spec.mesh), num_lines, options.vocab_size)
     return RunnerState(
         step,
-        OptionState(_int32(num_lines, options.line_len), _int32(num_lines, options.vocab_size)),
-        {num_rows: _int32(num_rows, options.mask_words) for num_rows in row_counts},
-        jax.ShapeDtypeStruct((num_lines, spec.info.hidden_size), jnp.float32),
+        OptionState(_int32(whole, num_lines, options.line_len), counts),
+        {num_rows: _int32(whole, num_rows, options.mask_words) for num_rows in row_counts},
+        _float32(whole, num_lines, spec.info.hidden_size),
     )
 
 
 def state_bytes(state: RunnerState) -> int:
-    """Device memory of the state beside the KV cache."""
-    rest = state._replace(step=state.step._replace(kv_cache=None))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rest))
+    """Memory of a device for the state beside the KV cache."""
+    return device_bytes(state._replace(step=state.step._replace(kv_cache=None)))
 
 
-def empty_state[State: tuple](shapes: State, device: jax.Device) -> State:
-    """The state before the first request, on `device`."""
+def empty_state[State: tuple](shapes: State) -> State:
+    """The state before the first request."""
 
-    def zeros(shape: jax.ShapeDtypeStruct) -> Array:
-        return jnp.zeros(shape.shape, shape.dtype, device=device)
+    def zeros() -> State:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
-    return jax.tree.map(zeros, shapes)
+    with jax.enable_x64(False):
+        return jax.jit(zeros, out_shardings=_shardings(shapes))()
 
 
 def compile_forward(
@@ -114,35 +119,43 @@ def compile_forward(
     def jaxserve_forward(params, state, buffer):
         return forward(spec, bucket, params, state, buffer)
 
-    return _compile(jaxserve_forward, (1,), params, state, _int32(bucket.delta_len))
+    whole = place(spec.mesh)
+    results = (by_vocab(spec.info.vocab_size, spec.mesh), whole, _shardings(state))
+    buffer = _int32(whole, bucket.delta_len)
+    return _compile(jaxserve_forward, (1,), results, params, state, buffer)
 
 
 def compile_sample(spec: StepSpec, num_rows: int, state: DeviceState) -> jax.stages.Compiled:
     """`Programs.samples`, for one number of rows. Donates the table."""
 
     def jaxserve_sample(logits, sampling_rows, table):
-        return sample_step(logits, sampling_rows, table)
+        return sample_step(logits, sampling_rows, table, spec.mesh)
 
-    logits = _float32(num_rows, spec.info.vocab_size)
-    return _compile(jaxserve_sample, (2,), logits, _int32(num_rows), state.table)
+    whole = place(spec.mesh)
+    logits = _logits(spec, num_rows)
+    return _compile(jaxserve_sample, (2,), whole, logits, _int32(whole, num_rows), state.table)
 
 
 def compile_option_sample(
-    options: OptionSpec, num_rows: int, state: RunnerState
+    spec: StepSpec, options: OptionSpec, num_rows: int, state: RunnerState
 ) -> jax.stages.Compiled:
     """`Programs.option_samples`, for one number of rows. Donates the table and the options."""
 
     def jaxserve_option_sample(logits, sampling_rows, table, state, mask):
-        return sample_step_with_options(options, logits, sampling_rows, table, state, mask)
+        return sample_step_with_options(
+            options, logits, sampling_rows, table, state, mask, spec.mesh
+        )
 
+    whole = place(spec.mesh)
     return _compile(
         jaxserve_option_sample,
         (2, 3),
-        _float32(num_rows, options.vocab_size),
-        _int32(num_rows),
+        (whole, whole, _shardings(state.options)),
+        _logits(spec, num_rows),
+        _int32(whole, num_rows),
         state.step.table,
         state.options,
-        _int32(num_rows, options.mask_words),
+        _int32(whole, num_rows, options.mask_words),
     )
 
 
@@ -152,9 +165,10 @@ def compile_scores(spec: StepSpec, num_rows: int, num_top: int) -> jax.stages.Co
     def jaxserve_scores(logits, tokens, chosen):
         return score_tokens(logits, tokens, chosen, num_top)
 
-    logits = _float32(num_rows, spec.info.vocab_size)
-    chosen = _int32(num_rows, MAX_LOGPROB_TOKEN_IDS)
-    return _compile(jaxserve_scores, (), logits, _int32(num_rows), chosen)
+    whole = place(spec.mesh)
+    chosen = _int32(whole, num_rows, MAX_LOGPROB_TOKEN_IDS)
+    tokens = _int32(whole, num_rows)
+    return _compile(jaxserve_scores, (), whole, _logits(spec, num_rows), tokens, chosen)
 
 
 def compile_prompt_scores(
@@ -165,8 +179,9 @@ def compile_prompt_scores(
     def jaxserve_prompt_scores(params, hidden, places, next_tokens):
         return score_prompt(spec.info, num_top, params, hidden, places, next_tokens)
 
-    piece = _int32(piece_len(spec.max_num_tokens))
-    return _compile(jaxserve_prompt_scores, (), params, state.hidden, piece, piece)
+    whole = place(spec.mesh)
+    piece = _int32(whole, piece_len(spec.max_num_tokens))
+    return _compile(jaxserve_prompt_scores, (), whole, params, state.hidden, piece, piece)
 
 
 def compile_pool(state: RunnerState) -> jax.stages.Compiled:
@@ -175,9 +190,9 @@ def compile_pool(state: RunnerState) -> jax.stages.Compiled:
     def jaxserve_pool(pooled, hidden, lines, is_fresh):
         return add_pooled(pooled, hidden, lines, is_fresh)
 
-    hidden = state.step.hidden
-    lines, is_fresh = _int32(hidden.shape[0]), _int32(state.pooled.shape[0])
-    return _compile(jaxserve_pool, (), state.pooled, hidden, lines, is_fresh)
+    hidden, whole = state.step.hidden, state.pooled.sharding
+    lines, is_fresh = _int32(whole, hidden.shape[0]), _int32(whole, state.pooled.shape[0])
+    return _compile(jaxserve_pool, (), whole, state.pooled, hidden, lines, is_fresh)
 
 
 def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
@@ -186,7 +201,9 @@ def compile_writes(state: DeviceState, num_writes: int) -> jax.stages.Compiled:
     def jaxserve_writes(table, addresses, values):
         return apply_writes(table, addresses, values)
 
-    return _compile(jaxserve_writes, (0,), state.table, _int32(num_writes), _int32(num_writes))
+    whole = state.table.sharding
+    writes = _int32(whole, num_writes)
+    return _compile(jaxserve_writes, (0,), whole, state.table, writes, writes)
 
 
 def compile_option_writes(state: RunnerState) -> jax.stages.Compiled:
@@ -195,8 +212,10 @@ def compile_option_writes(state: RunnerState) -> jax.stages.Compiled:
     def jaxserve_option_writes(options, row, encoded):
         return write_options(options, row, encoded)
 
-    encoded = _int32(sum(part.shape[1] for part in state.options))
-    return _compile(jaxserve_option_writes, (0,), state.options, _int32(), encoded)
+    whole, results = state.step.table.sharding, _shardings(state.options)
+    encoded = _int32(whole, sum(part.shape[1] for part in state.options))
+    row = _int32(whole)
+    return _compile(jaxserve_option_writes, (0,), results, state.options, row, encoded)
 
 
 def forward_jobs(
@@ -223,7 +242,7 @@ def small_jobs(
     job = functools.partial
     jobs: dict[Key, Job] = {}
     for rows in state.no_masks:
-        jobs["option_samples", rows] = job(compile_option_sample, options, rows, state)
+        jobs["option_samples", rows] = job(compile_option_sample, spec, options, rows, state)
         jobs["samples", rows] = job(compile_sample, spec, rows, state.step)
         for top in tops:
             jobs["scores", (rows, top)] = job(compile_scores, spec, rows, top)
@@ -254,14 +273,26 @@ def step_bytes(compiled: Mapping[Key, jax.stages.Compiled]) -> int:
     return max(map(temp_bytes, compiled.values())) + 2 * sum(results.values())
 
 
-def _compile(function: Callable, donate: tuple[int, ...], *args: object) -> jax.stages.Compiled:
+def _compile(
+    function: Callable, donate: tuple[int, ...], results: object, *args: object
+) -> jax.stages.Compiled:
+    """results: the shardings of what `function` returns."""
     with jax.enable_x64(False):  # whatever the program around an LLM has chosen
-        return jax.jit(function, donate_argnums=donate).lower(*args).compile()
+        jitted = jax.jit(function, donate_argnums=donate, out_shardings=results)
+        return jitted.lower(*args).compile()
 
 
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _shardings(tree: object) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def _logits(spec: StepSpec, num_rows: int) -> jax.ShapeDtypeStruct:
+    return _float32(by_vocab(spec.info.vocab_size, spec.mesh), num_rows, spec.info.vocab_size)
+
+
+def _int32(sharding: Sharding, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+
+def _float32(sharding: Sharding, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)

@@ -11,23 +11,30 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxserve.worker.batch_state import RowFields
 from jaxserve.worker.row_options import RowOptions, bar_bad_words, bar_by_masks
+from jaxserve.worker.sharding import keep_whole, vocab_parts
 
 _TILE = 256  # vocabulary entries summed at once on the way to a draw
 
 
 def sample(
-    logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
+    logits: Float32[Array, "R V"],
+    rows: RowFields,
+    num_tokens: Int32[Array, " R"],
+    mesh: Mesh,
 ) -> Int32[Array, " R"]:
     """One token a row.
 
     num_tokens: tokens the row has before the new one; the new token's position.
+    mesh: of the devices, which hold the logits as `sharding.by_vocab` says.
     Padding rows may hold any finite logits; their token is unspecified.
     """
-    return _choose(bar_stop_tokens(logits, rows, num_tokens), rows, num_tokens)
+    logits = bar_stop_tokens(logits, rows, num_tokens)
+    return _choose(logits, rows, num_tokens, mesh)
 
 
 def sample_with_options(
@@ -37,10 +44,11 @@ def sample_with_options(
     options: RowOptions,
     mask: Int32[Array, "R W"],
     shape: Callable[[Float32[Array, "R V"]], Float32[Array, "R V"]],
+    mesh: Mesh,
 ) -> Int32[Array, " R"]:
     """As `sample`, from what `apply_options` makes of the logits."""
     logits = apply_options(logits, rows, num_tokens, options, mask, shape)
-    return _choose(logits, rows, num_tokens)
+    return _choose(logits, rows, num_tokens, mesh)
 
 
 def apply_options(
@@ -84,7 +92,10 @@ def bar_stop_tokens(
 
 
 def _choose(
-    logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
+    logits: Float32[Array, "R V"],
+    rows: RowFields,
+    num_tokens: Int32[Array, " R"],
+    mesh: Mesh,
 ) -> Int32[Array, " R"]:
     """The likeliest token where the temperature is 0, else a random one."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -92,7 +103,7 @@ def _choose(
     return jax.lax.cond(
         is_greedy.all(),
         lambda: greedy,
-        lambda: jnp.where(is_greedy, greedy, _draw_rows(logits, rows, num_tokens)),
+        lambda: jnp.where(is_greedy, greedy, _draw_rows(logits, rows, num_tokens, mesh)),
     )
 
 
@@ -106,7 +117,10 @@ def _bar_stop_tokens(
 
 
 def _draw_rows(
-    logits: Float32[Array, "R V"], rows: RowFields, num_tokens: Int32[Array, " R"]
+    logits: Float32[Array, "R V"],
+    rows: RowFields,
+    num_tokens: Int32[Array, " R"],
+    mesh: Mesh,
 ) -> Int32[Array, " R"]:
     """One random token a row, by temperature, min_p, top_k and top_p, applied in that order."""
     # Computed once, never again in a fusion that rounds otherwise: thresholds need equality.
@@ -135,7 +149,7 @@ def _draw_rows(
         lambda: threshold,
     )
     weights = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled), 0)
-    return _inverse_cdf(weights, jax.vmap(_uniform)(rows.seed, num_tokens))
+    return _inverse_cdf(weights, jax.vmap(_uniform)(rows.seed, num_tokens), mesh)
 
 
 def _uniform(seed: UInt32[Array, " 2"], position: Int32[Array, ""]) -> Float32[Array, ""]:
@@ -194,21 +208,27 @@ def _largest_threshold(
 
 
 def _inverse_cdf(
-    weights: Float32[Array, "R V"], uniform: Float32[Array, " R"]
+    weights: Float32[Array, "R V"], uniform: Float32[Array, " R"], mesh: Mesh
 ) -> Int32[Array, " R"]:
-    """The index at which the running sum of weights passes uniform * total; two levels of sums."""
+    """The index at which the running sum of weights passes uniform * total; two levels of sums, the
+    lower one of tiles that each lie on one device."""
     num_rows, vocab_size = weights.shape
-    num_tiles = -(-vocab_size // _TILE)
-    weights = jnp.pad(weights, ((0, 0), (0, num_tiles * _TILE - vocab_size)))
-    tiles = weights.reshape(num_rows, num_tiles, _TILE)
-    sums = tiles.sum(axis=-1)
+    num_parts = vocab_parts(vocab_size, mesh)
+    part_len = vocab_size // num_parts
+    num_tiles = -(-part_len // _TILE)  # of a part
+    tiles = weights.reshape(num_rows, num_parts, part_len)
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, num_tiles * _TILE - part_len)))
+    tiles = tiles.reshape(num_rows, num_parts, num_tiles, _TILE)
+    sums = keep_whole(mesh, tiles.sum(axis=-1).reshape(num_rows, -1))
     running = jnp.cumsum(sums, axis=-1)
     target = uniform * running[:, -1]
     tile = _first_passing(running, sums, target)
     lines = jnp.arange(num_rows)
-    inner = tiles[lines, tile]
+    part, of_part = tile // num_tiles, tile % num_tiles
+    inner = keep_whole(mesh, tiles[lines, part, of_part])
     before = running[lines, tile] - sums[lines, tile]
-    return tile * _TILE + _first_passing(jnp.cumsum(inner, axis=-1), inner, target - before)
+    first = _first_passing(jnp.cumsum(inner, axis=-1), inner, target - before)
+    return part * part_len + of_part * _TILE + first
 
 
 def _first_passing(

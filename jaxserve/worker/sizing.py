@@ -1,8 +1,10 @@
 """Derives what depends on devices: dtype, limits, kernels, and how many KV blocks fit."""
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ import psutil
 
 from jaxserve.config import EngineConfig, replace
 from jaxserve.errors import UserError
+from jaxserve.models.partition import partition
 from pallas_kernels.chips import Chip, chip_of
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
@@ -22,6 +25,7 @@ from pallas_kernels.ragged_paged_attention import (
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_MAX_CPU_DEVICES = 64
 _CPU_CACHE_BYTES = 2 * _GIB  # a CPU's memory is not ours to fill
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -46,29 +50,40 @@ _DEFAULTS = {
 }
 
 
-def find_device() -> jax.Device:
-    """The first local device.
+def find_devices(config: EngineConfig) -> list[jax.Device]:
+    """The local devices of the mesh; a host's CPU shows as many as it takes.
 
     Raises:
-      UserError: JAX cannot start, or starts on a platform that nothing here is made for.
+      UserError: JAX cannot start, starts on a platform that nothing here is made for, or has too
+        few devices.
     """
+    count = config.parallel.num_devices
+    if 1 < count <= _MAX_CPU_DEVICES:
+        with contextlib.suppress(RuntimeError):  # too late: JAX has started
+            jax.config.update("jax_num_cpu_devices", count)
     # JAX would keep a quarter of a GPU's memory from us; --memory-utilization says how much to use.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
-        device = jax.local_devices()[0]
+        devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"JAX cannot start (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}): "
             f"{' '.join(str(error).split()) or type(error).__name__}.",
             fix="Install JAX for the device, or set JAX_PLATFORMS=cpu.",
         ) from error
-    platform = platform_of(device)
+    platform = platform_of(devices[0])
     if platform not in _DEFAULTS:
         raise UserError(
             f"JAX runs on platform {platform!r}, which jaxserve does not serve.",
             fix=f"Set JAX_PLATFORMS to one of {', '.join(_DEFAULTS)}.",
         )
-    return device
+    if len(devices) < count:
+        raise UserError(
+            f"--mesh {config.parallel.mesh} needs {count} devices, but JAX has {len(devices)}.",
+            fix=f"Use --mesh 1x{len(devices)}"
+            + (", or do not use JAX before." if platform == "cpu" else "."),
+        )
+    return devices[:count]
 
 
 def platform_of(device: jax.Device) -> str:
@@ -117,6 +132,8 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
     if not config.scheduler.jump_ahead_tokens:
         derive("jump_ahead_tokens", defaults.jump_ahead_tokens, on_platform)
     config = replace(config, **derived)
+    if config.parallel.num_devices > 1:
+        logger.info("mesh = %s: %s", config.parallel.mesh, _describe_mesh(config))
     if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
         raise UserError(
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens} is less than "
@@ -126,23 +143,41 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
     return replace(config, attention=_resolve_attention(config, chip_of_device(device)))
 
 
+def _describe_mesh(config: EngineConfig) -> str:
+    """What each device has, and why."""
+    info, num_devices = config.info, config.parallel.num_devices
+    cut = partition(info, num_devices)
+    words = f"each device has 1/{num_devices} of the weights"
+    copies = int((cut.kv_heads == 0).sum())
+    if copies > 1:
+        words += f"; {copies} have the same KV head, as there are {info.num_kv_heads} KV heads"
+    dummies = int((cut.q_heads < 0).sum())
+    if dummies:
+        words += f"; {dummies} dummy query heads, as {info.num_heads} do not divide"
+    if info.vocab_size % num_devices:
+        words += f"; all have whole logits, as a vocabulary of {info.vocab_size} does not divide"
+    return words
+
+
 def attention_call(config: EngineConfig, chip: Chip) -> AttentionCall:
-    """The attention call that this model makes."""
+    """The attention call that this model makes on each device."""
+    cut = partition(config.info, config.parallel.num_devices)
     return AttentionCall(
         layout=kv_cache_layout(config, chip.platform),
         chip=chip,
-        num_heads=config.info.num_heads,
+        num_heads=cut.q_heads.size // cut.num_parts,
         q_dtype=jnp.dtype(config.model.dtype),
     )
 
 
 def kv_cache_layout(config: EngineConfig, platform: str) -> KVCacheLayout:
-    """How this model's KV cache lies in memory."""
+    """How one device's share of this model's KV cache lies in memory."""
     info = config.info
+    cut = partition(info, config.parallel.num_devices)
     return KVCacheLayout.for_platform(
         platform,
         info.num_layers,
-        info.num_kv_heads,
+        len(cut.kv_heads) // cut.num_parts,
         info.head_dim,
         config.model.dtype,
         config.cache.block_size,
@@ -163,18 +198,18 @@ def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
     return explanation.chosen
 
 
-def memory_limit_bytes(device: jax.Device) -> int:
-    """Bytes the device can still give: free memory, for a CPU within its container's limit.
+def memory_limit_bytes(devices: Sequence[jax.Device]) -> int:
+    """Bytes that each device can still give: free memory, for a CPU within its container's limit.
 
     Raises:
       UserError: an accelerator that does not say.
     """
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    if platform_of(device) != "cpu":
+    stats = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in counts for counts in stats):
+        return min(counts["bytes_limit"] - counts["bytes_in_use"] for counts in stats)
+    if platform_of(devices[0]) != "cpu":
         raise UserError(
-            f"Device {device.device_kind} does not say how much memory it has.",
+            f"Device {devices[0].device_kind} does not say how much memory it has.",
             fix="Leave XLA_PYTHON_CLIENT_ALLOCATOR unset.",
         )
     available = psutil.virtual_memory().available
@@ -182,7 +217,7 @@ def memory_limit_bytes(device: jax.Device) -> int:
         text = _CGROUP_LIMIT.read_text().strip()
         if text != "max":
             available = min(available, int(text) - psutil.Process().memory_info().rss)
-    return available
+    return available // len(devices)
 
 
 def blocks_per_sequence(config: EngineConfig) -> int:
@@ -208,7 +243,7 @@ def size_kv_cache(
 ) -> KVBlocks:
     """The number of KV blocks.
 
-    free_bytes: what the device has for the cache and for a step's temporaries.
+    free_bytes: what each device has for the cache and for a step's temporaries.
     step_temp_bytes: what the largest step needs beside its arguments and results.
 
     Raises:
@@ -229,8 +264,10 @@ def size_kv_cache(
         wanted = cache.kv_cache_memory_bytes // bytes_per_block
         reason = f"--kv-cache-memory-bytes {cache.kv_cache_memory_bytes}"
         flag = f"--kv-cache-memory-bytes {room * bytes_per_block}"
-    elif platform == "cpu" and budget > _CPU_CACHE_BYTES:
-        wanted = _CPU_CACHE_BYTES // bytes_per_block
+    elif platform == "cpu" and budget > (
+        cpu_bytes := _CPU_CACHE_BYTES // config.parallel.num_devices
+    ):
+        wanted = cpu_bytes // bytes_per_block
         reason = f"{_CPU_CACHE_BYTES / _GIB:.2f} GiB, the default on a CPU"
     else:
         wanted, depends_on_step = room, True

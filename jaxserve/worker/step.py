@@ -6,11 +6,14 @@ compiled once a number of rows, not once a bucket.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
@@ -31,6 +34,7 @@ from jaxserve.worker.row_options import (
     shape_logits,
 )
 from jaxserve.worker.sampler import sample, sample_with_options
+from jaxserve.worker.sharding import keep_whole, kv_cache_spec
 from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
 
@@ -39,7 +43,8 @@ from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged
 class StepSpec:
     """All that is static in a step but the bucket.
 
-    dtype: of weights and activations.  max_num_tokens: token slots of the largest bucket.
+    layout: of each device's share of the KV cache.  dtype: of weights and activations.
+    max_num_tokens: token slots of the largest bucket.
     """
 
     info: ModelInfo
@@ -48,6 +53,7 @@ class StepSpec:
     attention: str
     dtype: jax.typing.DTypeLike
     max_num_tokens: int
+    mesh: Mesh
 
 
 class DeviceState(NamedTuple):
@@ -89,22 +95,10 @@ def forward(
         kv_cache: KVCache,
         layer: Int32[Array, ""],
     ) -> tuple[Float[Array, "T N H"], KVCache]:
-        return ragged_paged_attention(
-            q,
-            k,
-            v,
-            kv_cache,
-            layer,
-            rows.block_tables,
-            kv_lens,
-            delta.cu_q_lens,
-            delta.num_rows[0],
-            layout=spec.layout,
-            chip=spec.chip,
-            scale=spec.info.head_dim**-0.5,
-            implementation=spec.attention,
-        )
+        where = (rows.block_tables, kv_lens, delta.cu_q_lens, delta.num_rows[0])
+        return attention(q, k, v, kv_cache, layer, *where)
 
+    attention = _attention_on_mesh(spec)
     model = model_for(spec.info)
     hidden, kv_cache = model.forward(
         params, spec.info, token_ids, positions, state.kv_cache, attend
@@ -116,17 +110,42 @@ def forward(
     return logits, sampling_rows, DeviceState(advance(table, delta), kv_cache, kept)
 
 
+def _attention_on_mesh(
+    spec: StepSpec,
+) -> Callable[..., tuple[Float[Array, "T N H"], KVCache]]:
+    """`ragged_paged_attention` of all heads; each device computes those that it has."""
+    attention = functools.partial(
+        ragged_paged_attention,
+        layout=spec.layout,
+        chip=spec.chip,
+        scale=spec.info.head_dim**-0.5,
+        implementation=spec.attention,
+    )
+    if spec.mesh.size == 1:
+        return attention
+    heads, whole = PartitionSpec(None, "model"), PartitionSpec()
+    kv_cache = kv_cache_spec(spec.layout)
+    return jax.shard_map(
+        attention,
+        mesh=spec.mesh,
+        in_specs=(heads, heads, heads, kv_cache, *[whole] * 5),
+        out_specs=(heads, kv_cache),
+        check_vma=False,  # kernels do not say how their results vary over the mesh
+    )
+
+
 def sample_step(
     logits: Float32[Array, "R V"],
     sampling_rows: Int32[Array, " R"],
     table: Int32[Array, "lines C"],
+    mesh: Mesh,
 ) -> tuple[Int32[Array, " R"], Int32[Array, "lines C"]]:
     """Samples from `forward`'s logits; returns tokens in batch row order, and the table.
 
     For steps of which no sampling row has options or a mask.
     """
-    rows = read_rows(table, sampling_rows)
-    sampled = sample(logits, rows, rows.num_computed)
+    rows = keep_whole(mesh, read_rows(table, sampling_rows))
+    sampled = keep_whole(mesh, sample(logits, rows, rows.num_computed, mesh))
     return sampled, set_last_tokens(table, sampling_rows, sampled)
 
 
@@ -137,19 +156,22 @@ def sample_step_with_options(
     table: Int32[Array, "lines C"],
     state: OptionState,
     mask: Int32[Array, "R W"],
+    mesh: Mesh,
 ) -> tuple[Int32[Array, " R"], Int32[Array, "lines C"], OptionState]:
     """As `sample_step`, for all options; returns their state too.
 
     mask: bits of the tokens that each row may sample, as in `messages.GrammarMask`; zeros for rows
     that may sample anything.
     """
-    rows = read_rows(table, sampling_rows)
+    rows = keep_whole(mesh, read_rows(table, sampling_rows))
     option_rows = jnp.where(rows.has_options != 0, sampling_rows, table.shape[0])
-    options = read_options(state.lines, option_rows, spec)
+    options = keep_whole(mesh, read_options(state.lines, option_rows, spec))
 
     def shape(logits: Float32[Array, "R V"]) -> Float32[Array, "R V"]:
         return shape_logits(logits, options, state.counts, option_rows, spec)
 
-    sampled = sample_with_options(logits, rows, rows.num_computed, options, mask, shape)
+    sampled = keep_whole(
+        mesh, sample_with_options(logits, rows, rows.num_computed, options, mask, shape, mesh)
+    )
     table = set_last_tokens(table, sampling_rows, sampled)
     return sampled, table, count_tokens(state, options, option_rows, sampled, spec)

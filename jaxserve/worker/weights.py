@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Shaped
 
 from jaxserve.checkpoint import open_weights
@@ -15,31 +16,38 @@ from jaxserve.checkpoint.weights import WeightReader, check_weight_names
 from jaxserve.config import ModelInfo
 from jaxserve.errors import UserError
 from jaxserve.models.registry import ParamSpec, model_for
+from jaxserve.worker.sharding import num_parts, param_shardings
 
 logger = logging.getLogger(__name__)
 
 
-def param_shapes(info: ModelInfo, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each parameter, without reading any."""
-    specs = model_for(info).param_specs(info)
-    return {name: jax.ShapeDtypeStruct(spec.shape, dtype) for name, spec in specs.items()}
+def param_shapes(
+    info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of each parameter, without reading any."""
+    specs = model_for(info).param_specs(info, num_parts(mesh))
+    shardings = param_shardings(specs, mesh)
+    return {
+        name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[name])
+        for name, spec in specs.items()
+    }
 
 
-def load_params(
-    info: ModelInfo, dtype: jax.typing.DTypeLike, device: jax.Device
-) -> dict[str, Array]:
-    """The model's parameters on `device`.
+def load_params(info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh) -> dict[str, Array]:
+    """The model's parameters, each device with its share.
 
     Raises:
       UserError: tensors are missing, unused or misshapen; names them.
     """
     started_s = time.perf_counter()
-    specs = model_for(info).param_specs(info)
+    specs = model_for(info).param_specs(info, num_parts(mesh))
+    shardings = param_shardings(specs, mesh)
     reader = open_weights(info.path)
     check_weight_names(_tensor_names(info, specs), reader)
     params = {}
     for name, spec in specs.items():
-        params[name] = jax.device_put(_read_param(spec, reader, jnp.dtype(dtype)), device)
+        host = _read_param(spec, reader, jnp.dtype(dtype))
+        params[name] = jax.device_put(host, shardings[name])
     num_bytes = sum(p.nbytes for p in params.values())
     logger.info(
         "Weights: %.2f GiB as %s in %.1f s",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.checkpoint.demo import cache_dir
 from jaxserve.config import EngineConfig, check_resolved, replace
@@ -19,6 +20,7 @@ from jaxserve.worker.logits_processors import load_logits_processors
 from jaxserve.worker.model_runner import ModelRunner
 from jaxserve.worker.programs import Programs, RunnerState, empty_state
 from jaxserve.worker.row_options import OptionSpec
+from jaxserve.worker.sharding import device_bytes, make_mesh
 from jaxserve.worker.step import StepSpec
 from jaxserve.worker.token_scores import top_sizes
 from jaxserve.worker.weights import load_params, param_shapes
@@ -47,31 +49,32 @@ class Worker:
         directory = self._config.worker.compilation_cache_dir or str(cache_dir() / "xla")
         self._config = replace(self._config, compilation_cache_dir=directory)
         warmup.use_compilation_cache(Path(directory))
-        device = sizing.find_device()
-        chip = sizing.chip_of_device(device)
-        logger.info("Device: %s (%s, kernels for %s)", device.device_kind, chip.platform, chip.name)
-        config = sizing.resolve_for_device(self._config, device)
+        devices = sizing.find_devices(self._config)
+        mesh = make_mesh(devices)
+        chip = sizing.chip_of_device(devices[0])
+        kind = devices[0].device_kind
+        logger.info("Device: %s (%s, kernels for %s)", kind, chip.platform, chip.name)
+        config = sizing.resolve_for_device(self._config, devices[0])
 
         options = OptionSpec(config.info.vocab_size, load_logits_processors(config.info.vocab_size))
         processors = tuple((p.name, p.num_args) for p in options.processors)
         config = replace(config, logits_processors=processors)
-        shapes = param_shapes(config.info, jnp.dtype(config.model.dtype))
-        param_bytes = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
-        free_bytes = sizing.memory_limit_bytes(device) - param_bytes
+        dtype = jnp.dtype(config.model.dtype)
+        shapes = param_shapes(config.info, dtype, mesh)
+        free_bytes = sizing.memory_limit_bytes(devices) - device_bytes(shapes)
         sizing.size_kv_cache(
             config, chip.platform, free_bytes, step_temp_bytes=0
         )  # before the long work
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(load_params, config.info, jnp.dtype(config.model.dtype), device)
-            config, programs, state = self._compile(config, chip, free_bytes, shapes, options)
+            loading = pool.submit(load_params, config.info, dtype, mesh)
+            config, programs, state = self._compile(config, chip, mesh, free_bytes, shapes, options)
             params = loading.result()
         self._runner = ModelRunner(
             programs,
             params,
-            empty_state(state, device),
+            empty_state(state),
             options,
             sizing.blocks_per_sequence(config),
-            device,
         )
         self._runner.warm_up()
         self._config = check_resolved(config)
@@ -97,6 +100,7 @@ class Worker:
         self,
         config: EngineConfig,
         chip: Chip,
+        mesh: Mesh,
         free_bytes: int,
         params: dict[str, jax.ShapeDtypeStruct],
         options: OptionSpec,
@@ -119,6 +123,7 @@ class Worker:
             config.worker.attention,
             jnp.dtype(config.model.dtype),
             buckets[0].num_tokens,
+            mesh,
         )
         per_row = sizing.blocks_per_sequence(config)
         row_counts = sorted({bucket.num_rows for bucket in buckets})

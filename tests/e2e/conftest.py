@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxserve.checkpoint import load_model_info
@@ -56,7 +55,6 @@ def make_engine(demo_worker: tuple[Worker, EngineConfig]) -> Callable[..., Engin
             old._state,
             old._options,
             sizing.blocks_per_sequence(config),
-            jax.local_devices()[0],
         )
         return Engine(config, worker._runner, worker, **changes)
 

@@ -11,6 +11,7 @@ from jaxserve.worker import sizing
 from jaxserve.worker.batch_mirror import BatchMirror
 from jaxserve.worker.buckets import Bucket
 from jaxserve.worker.programs import compile_forward, empty_state, state_shapes
+from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.step import StepSpec
 from jaxserve.worker.weights import load_params
 from tests.e2e.engine import GOLDENS
@@ -49,14 +50,14 @@ def test_greedy_tokens(greedy_outputs, idx):
 def test_first_logits(demo_worker, dtype, sigma):
     _, config = demo_worker
     config = replace(config, dtype=dtype, num_kv_blocks=64)
-    device = jax.local_devices()[0]
+    mesh = make_mesh(jax.local_devices()[:1])
     bucket = Bucket(num_tokens=64, num_rows=2, num_writes=128)
     layout, attention = sizing.kv_cache_layout(config, "cpu"), config.worker.attention
-    chip = sizing.chip_of_device(device)
-    spec = StepSpec(config.info, layout, chip, attention, jnp.dtype(dtype), bucket.num_tokens)
+    chip = sizing.chip_of_device(mesh.devices.item())
+    spec = StepSpec(config.info, layout, chip, attention, jnp.dtype(dtype), bucket.num_tokens, mesh)
     max_blocks = sizing.blocks_per_sequence(config)
-    state = empty_state(state_shapes(spec, 4, max_blocks, 64), device)
-    params = load_params(config.info, jnp.dtype(dtype), device)
+    state = empty_state(state_shapes(spec, 4, max_blocks, 64))
+    params = load_params(config.info, jnp.dtype(dtype), mesh)
     forward = compile_forward(spec, bucket, params, state)
     checked = 0
     for golden in GOLDENS["prompts"]:

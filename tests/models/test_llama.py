@@ -14,6 +14,7 @@ from jaxserve.config import ModelInfo
 from jaxserve.models import llama
 from jaxserve.models.layers import matmul_f32, rope_frequencies
 from jaxserve.models.registry import Model, model_for
+from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.weights import load_params
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
@@ -33,7 +34,7 @@ GOLDEN_TOLERANCE = 2 * (15 * 128) ** 0.5 * 2**-24 * 10 + 5e-6
 def test_tiny_llama_has_the_logits_of_transformers():
     """Three sequences side by side, from sharded bfloat16 weights, with scaled rope."""
     info = load_model_info(TINY_LLAMA)
-    params = load_params(info, jnp.float32, jax.local_devices()[0])
+    params = load_params(info, jnp.float32, make_mesh(jax.local_devices()[:1]))
     sequences = json.loads((GOLDENS / "tiny_llama.json").read_text())["sequences"]
     lens = np.array([len(s["ids"]) for s in sequences], np.int32)
     page_size, pages_per_row = 16, -(-max(lens) // 16)
@@ -112,7 +113,7 @@ def numpy_logits(info: ModelInfo, p: dict[str, np.ndarray], ids, positions) -> n
         if info.attention_bias:
             x = x + w["layers.attn_out_bias"]
         h = norm(x, w["layers.mlp_norm"])
-        gate, up = (h @ w["layers.gate_up"][j].T for j in range(2))
+        gate, up = (h @ w["layers.gate_up"][0, j].T for j in range(2))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["layers.down"].T
     head = p["embed" if info.tie_word_embeddings else "lm_head"]
     return norm(x, p["final_norm"]) @ head.T
@@ -191,6 +192,7 @@ def test_parameters_name_an_axis_for_each_dimension():
         "vocab": info.vocab_size,
         "kv_heads": info.num_kv_heads,
         "heads": info.num_heads * info.head_dim,
+        "parts": 1,
     }
     specs = llama.param_specs(info)
     for name, spec in specs.items():

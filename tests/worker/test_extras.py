@@ -29,7 +29,6 @@ def make_runner(state: RunnerState | None = None, **programs: object) -> ModelRu
         state or tiny.fresh_state(),
         tiny.OPTIONS,
         tiny.BLOCKS_PER_ROW,
-        jax.local_devices()[0],
     )
 
 

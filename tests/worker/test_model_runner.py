@@ -61,7 +61,6 @@ def make_runner(programs: Programs | None = None) -> ModelRunner:
         tiny.fresh_state(),
         tiny.OPTIONS,
         tiny.BLOCKS_PER_ROW,
-        jax.local_devices()[0],
     )
 
 

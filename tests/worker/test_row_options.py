@@ -217,7 +217,7 @@ def test_the_most_of_everything():
 
 _sample = jax.jit(
     lambda logits, rows, table, state, mask: sample_step_with_options(
-        SPEC, logits, rows, table, state, mask
+        SPEC, logits, rows, table, state, mask, tiny.SPEC.mesh
     ),
     donate_argnums=(2, 3),
 )

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from jaxserve.messages import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.worker.batch_state import NUM_FIELDS, Field, RowFields, admission_fields, read_rows
 from jaxserve.worker.sampler import sample
+from jaxserve.worker.sharding import make_mesh
 from tests.worker.numpy_options import kept_tokens
 
 NUM_ROWS, VOCAB = 8, 300  # not a multiple of the sampler's tile
-_sample = jax.jit(sample)
+_MESH = make_mesh(jax.local_devices()[:1])
+_sample = jax.jit(lambda logits, rows, num_tokens: sample(logits, rows, num_tokens, _MESH))
 
 
 def rows_of(params: list[SamplingParams], num_prompt_tokens: int = 4) -> RowFields:
@@ -67,7 +69,7 @@ def test_frequencies_are_those_of_the_distribution(options):
     draw = jax.jit(
         lambda start: jax.lax.map(
             lambda at: sample(
-                jnp.broadcast_to(logits, (num_rows, vocab)), rows, jnp.full(num_rows, at)
+                jnp.broadcast_to(logits, (num_rows, vocab)), rows, jnp.full(num_rows, at), _MESH
             ),
             start + jnp.arange(draws_per_row, dtype=jnp.int32),
         )

@@ -20,6 +20,7 @@ from jaxserve.worker.sizing import KVBlocks, resolve_for_device, size_kv_cache
 from jaxserve.worker.weights import param_shapes
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import reference, xla
+from tests.worker import tiny
 from tests.worker.tiny import INFO
 
 GIB = 2**30
@@ -133,7 +134,7 @@ def test_the_attention_call_is_the_models():
 
 def test_a_device_that_counts_its_memory_is_believed():
     stats = {"bytes_limit": 80 * GIB, "bytes_in_use": 3 * GIB}
-    assert sizing.memory_limit_bytes(fake_device("cuda", stats)) == 77 * GIB
+    assert sizing.memory_limit_bytes([fake_device("cuda", stats)]) == 77 * GIB
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_host_gives_what_is_free_within_its_container(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB))
     monkeypatch.setattr(psutil, "Process", lambda: process)
-    assert sizing.memory_limit_bytes(fake_device("cpu", stats)) == expected
+    assert sizing.memory_limit_bytes([fake_device("cpu", stats)]) == expected
 
 
 # --- KV blocks -----------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def test_a_worker_takes_no_more_than_its_step_leaves_free(
     platform, changes, free_blocks, temp_blocks, count, monkeypatch
 ):
     """The worker's own order of sizing and compiling; nothing is read, compiled or allocated."""
-    param_bytes = sum(p.size * 4 for p in param_shapes(INFO, jnp.float32).values())
+    param_bytes = sum(p.size * 4 for p in param_shapes(INFO, jnp.float32, tiny.SPEC.mesh).values())
     limit = param_bytes + free_blocks * BLOCK_BYTES + STATE_BYTES
     device = fake_device(platform, {"bytes_limit": limit, "bytes_in_use": 0})
     program = mock.Mock(spec=jax.stages.Compiled)

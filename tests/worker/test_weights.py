@@ -14,10 +14,11 @@ from safetensors.numpy import save_file
 
 from jaxserve.config import ModelInfo
 from jaxserve.errors import UserError
+from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.weights import load_params, param_shapes
 
 L, D, F, V, N, K, H = 2, 12, 10, 9, 4, 2, 3
-DEVICE = jax.local_devices()[0]
+MESH = make_mesh(jax.local_devices()[:1])
 
 
 @dataclasses.dataclass
@@ -32,8 +33,8 @@ class Checkpoint:
         save_file(self.tensors, directory / "model.safetensors")
         tied = self.info.tie_word_embeddings
         (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-        params = load_params(self.info, jnp.dtype(dtype), DEVICE)
-        assert all(array.devices() == {DEVICE} for array in params.values())
+        params = load_params(self.info, jnp.dtype(dtype), MESH)
+        assert all(array.devices() == {MESH.devices.item()} for array in params.values())
         return jax.tree.map(np.asarray, params)
 
 
@@ -94,8 +95,8 @@ def test_every_tensor_is_in_its_place(checkpoint):
             expect(f"{prefix}self_attn.v_proj.{kind}", np.concatenate(v))
         expect(prefix + "self_attn.o_proj.weight", layer["attn_out"])
         expect(prefix + "self_attn.o_proj.bias", layer["attn_out_bias"])
-        expect(prefix + "mlp.gate_proj.weight", layer["gate_up"][0])
-        expect(prefix + "mlp.up_proj.weight", layer["gate_up"][1])
+        expect(prefix + "mlp.gate_proj.weight", layer["gate_up"][0, 0])
+        expect(prefix + "mlp.up_proj.weight", layer["gate_up"][0, 1])
         expect(prefix + "mlp.down_proj.weight", layer["down"])
         expect(prefix + "input_layernorm.weight", layer["attn_norm"])
         expect(prefix + "post_attention_layernorm.weight", layer["mlp_norm"])
@@ -109,7 +110,7 @@ def test_shapes_are_known_without_reading(checkpoint, dtype, tied, bias):
     if not bias:
         checkpoint.tensors = {n: t for n, t in checkpoint.tensors.items() if "bias" not in n}
     params = checkpoint.load(dtype)
-    shapes = param_shapes(checkpoint.info, jnp.dtype(dtype))
+    shapes = param_shapes(checkpoint.info, jnp.dtype(dtype), MESH)
     assert {n: (p.shape, p.dtype) for n, p in params.items()} == {
         n: (s.shape, s.dtype) for n, s in shapes.items()
     }
@@ -174,7 +175,7 @@ def test_a_config_of_another_model_is_refused(checkpoint, change, names):
         ("model.layers.1.input_layernorm.weight", (1, D), (D,)),
         ("model.layers.0.self_attn.o_proj.weight", (D, N * H + 1), (D, N * H)),
         ("model.layers.1.mlp.down_proj.weight", (F, D), (D, F)),
-        ("model.layers.1.mlp.up_proj.weight", (F + 1, D), (2, F, D)),
+        ("model.layers.1.mlp.up_proj.weight", (F + 1, D), (1, 2, F, D)),
         ("model.layers.1.self_attn.q_proj.weight", (N * H + 1, D), (K, N // K + 2, H, D)),
         ("model.layers.0.self_attn.k_proj.weight", (2 * K * H, D), (K, N // K + 2, H, D)),
         ("model.layers.0.self_attn.v_proj.bias", (K * H - 1,), (K, N // K + 2, H)),

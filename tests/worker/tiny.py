@@ -15,6 +15,7 @@ from jaxserve.worker.buckets import Bucket
 from jaxserve.worker.logits_processors import LogitsProcessor
 from jaxserve.worker.programs import Programs, RunnerState
 from jaxserve.worker.row_options import OptionSpec
+from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.step import StepSpec
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCacheLayout
@@ -48,6 +49,7 @@ SPEC = StepSpec(
     "xla",
     jnp.dtype("float32"),
     LARGE.num_tokens,
+    make_mesh(jax.local_devices()[:1]),
 )
 
 
@@ -112,9 +114,9 @@ def checkpoint_tensor(info: ModelInfo, params: dict[str, jax.Array], name: str) 
         case "self_attn.v_proj":
             return stacked("qkv")[:, group + 1].reshape(-1, info.hidden_size)
         case "mlp.gate_proj":
-            return stacked("gate_up")[0]
+            return stacked("gate_up")[0, 0]
         case "mlp.up_proj":
-            return stacked("gate_up")[1]
+            return stacked("gate_up")[0, 1]
         case _:
             names = {
                 "input_layernorm": "attn_norm",
@@ -170,7 +172,7 @@ def shapes(num_blocks: int = NUM_BLOCKS) -> RunnerState:
 
 def fresh_state() -> RunnerState:
     """An empty batch state and an empty cache."""
-    return programs.empty_state(shapes(), jax.local_devices()[0])
+    return programs.empty_state(shapes())
 
 
 @functools.cache
