@@ -1,0 +1,579 @@
+"""Prefill attention on Hopper: TMA, wgmma and a running softmax, as FlashAttention-3 arranges them.
+
+A persistent grid of one thread block a multiprocessor walks over work items (a tile of queries and
+a KV head). Of its three warpgroups, two consume: each has 64 of the tile's 128 matrix rows, and
+they take turns, so that one multiplies while the other has its softmax. The third produces: it
+brings the pages of the context by TMA into a ring of blocks of K and V, and puts 8-bit ones into
+the dtype of the queries on the way.
+
+Sizes. 128 matrix rows and blocks of 128 tokens are what registers hold (64 x 128 float32 scores and
+as many of the output are 128 of a consumer's 240). A block is 2 * 2 * 128 * 128 * 128 multiply-adds
+with a head of 128, some 1.1 us of an H100's multiprocessor, which is also about what a read of
+device memory takes: with two stages one block is in flight while one is computed. Heads above 128
+have blocks of 64, as the output alone takes 128 registers and more.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Float32, Int32, Shaped
+
+from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
+from pallas_kernels.ragged_paged_attention.gpu_tiles import Tiles, Tiling, tiling_of
+from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES
+from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+
+TILE_ROWS = 128
+_WARPGROUP_ROWS = 64
+_NUM_CONSUMERS = TILE_ROWS // _WARPGROUP_ROWS
+_PRODUCER = _NUM_CONSUMERS
+_NO_PEAK = -1e30  # of a row that has seen nothing; finite, as inf - inf is NaN
+_LOG2E = math.log2(math.e)
+_ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number a matrix row
+_REGISTERS = {False: (216, 72), True: (208, 88)}  # is 8-bit -> a consumer's and the producer's
+_RESERVED_BYTES = 4096  # barriers, and what the compiler reduces through
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Tokens of context in a block, and blocks of K and V in the ring."""
+
+    context: int
+    num_stages: int
+
+
+def block_sizes(call: AttentionCall) -> BlockSizes:
+    """Blocks of 128 tokens, of 64 for heads above 128, and as many stages up to 3 as fit."""
+    layout = call.layout
+    context = 128 if layout.head_dim <= 128 else 64
+    block_bytes = context * layout.head_dim * 2
+    free = call.chip.core_memory_bytes - _RESERVED_BYTES - TILE_ROWS * layout.head_dim * 2
+    if layout.dtype in QUANTIZED_DTYPES:
+        free -= block_bytes  # K and V as stored, a byte an element
+    return BlockSizes(context, min(3, free // (2 * block_bytes)))
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why this kernel cannot serve `call`, or None when it can."""
+    layout = call.layout
+    if call.chip.capability != (9, 0):
+        return f"wgmma is for compute capability 9.0, {call.chip.name} has {call.chip.capability}"
+    if call.q_dtype not in (jnp.bfloat16, jnp.float16):
+        return f"multiplies bfloat16 and float16, not {call.q_dtype.name} queries"
+    if layout.dtype != call.q_dtype and layout.dtype not in QUANTIZED_DTYPES:
+        return f"{call.q_dtype.name} queries do not meet a {layout.dtype.name} cache"
+    if layout.page_size % 8:
+        return f"copies 8 tokens at once, pages are of {layout.page_size}"
+    if layout.head_dim % 16 or layout.head_dim > 256:
+        return f"head dims are multiples of 16 up to 256, not {layout.head_dim}"
+    if tiling_of(call, TILE_ROWS) is None:
+        return f"{call.num_heads} query heads over {layout.num_kv_heads} KV heads are too many"
+    return None
+
+
+class _Static(NamedTuple):
+    """What the kernel is compiled for."""
+
+    call: AttentionCall
+    tiling: Tiling
+    sizes: BlockSizes
+    num_blocks: int  # thread blocks
+    num_pages: int
+    scale: float
+
+    @property
+    def granule(self) -> int:
+        """Tokens of one copy, all of the same page."""
+        return math.gcd(self.call.layout.page_size, self.sizes.context)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that bring a block."""
+        return self.sizes.context // self.granule
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.call.layout.dtype in QUANTIZED_DTYPES
+
+    @property
+    def scores_are_scaled(self) -> bool:
+        """Whether scores are scaled before they are masked, not by the fused multiply of exp2."""
+        return self.call.soft_cap is not None or self.call.has_scales or self.scale <= 0
+
+    @property
+    def column_chunks(self) -> list[tuple[int, int]]:
+        """Columns of the output that are multiplied at once: first, number."""
+        head_dim = self.call.layout.head_dim
+        return [(i, min(128, head_dim - i)) for i in range(0, head_dim, 128)]
+
+
+class _Item(NamedTuple):
+    """A tile and a KV head: what of the context it sees, cut into blocks."""
+
+    tile: Int32[Array, ""]
+    head: Int32[Array, ""]
+    row: Int32[Array, ""]
+    query: Int32[Array, ""]
+    position: Int32[Array, ""]
+    first: Int32[Array, ""]  # position of the first block
+    end: Int32[Array, ""]
+    num_blocks: Int32[Array, ""]
+
+
+def attend(
+    call: GpuCall, tiling: Tiling, tiles: Tiles, queries: Float[Array, "K Q H"]
+) -> Float[Array, "W K M H"]:
+    """Attention of live tiles, M = TILE_ROWS matrix rows each; anything in dead tiles and rows."""
+    layout, num_tiles = call.call.layout, tiles.row.shape[0]
+    num_items = num_tiles * layout.num_kv_heads
+    static = _Static(
+        call=call.call,
+        tiling=tiling,
+        sizes=block_sizes(call.call),
+        num_blocks=min(call.call.chip.num_cores, num_items),
+        num_pages=layout.num_pages(call.kv_cache),
+        scale=call.scale,
+    )
+    flat = (-1, layout.num_kv_heads * layout.head_dim)
+    inputs: dict[str, Array] = {
+        "queries": queries,
+        "keys": call.kv_cache.k.reshape(flat),
+        "values": call.kv_cache.v.reshape(flat),
+        "layer": jnp.asarray(call.layer, jnp.int32)[None],
+        "pages": call.pages,
+        **tiles._asdict(),
+    }
+    if call.sinks is not None:
+        inputs["sinks"] = _sinks_of_rows(call.sinks, tiling, layout.num_kv_heads)
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is not None:
+            inputs[name] = scale
+    out = jax.ShapeDtypeStruct(
+        (num_tiles, layout.num_kv_heads, TILE_ROWS, layout.head_dim), queries.dtype
+    )
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        _run(static, {**dict(zip((*inputs, "out"), refs, strict=True)), **scratch})
+
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=_scratch(static, queries.dtype),
+        grid=(static.num_blocks,),
+        grid_names=("block",),
+        num_threads=_NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="ragged_paged_prefill",
+    )(*inputs.values())
+
+
+def _sinks_of_rows(
+    sinks: Float32[Array, " N"], tiling: Tiling, num_kv_heads: int
+) -> Float32[Array, "K M"]:
+    """The sink of each matrix row, as logarithms to base 2."""
+    heads = jnp.arange(TILE_ROWS) % tiling.group
+    return sinks.reshape(num_kv_heads, tiling.group)[:, heads] * _LOG2E
+
+
+def _scratch(static: _Static, dtype: np.dtype) -> dict[str, Any]:
+    """Shared memory and barriers. A copy, and `barrier_arrive`, are one arrival."""
+    layout, sizes = static.call.layout, static.sizes
+    ring = (sizes.num_stages, sizes.context, layout.head_dim)
+    num_arrivals = 1 if static.is_quantized else static.num_copies
+    ready = plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=sizes.num_stages)
+    free = plgpu.Barrier(num_arrivals=_NUM_CONSUMERS, num_barriers=sizes.num_stages)
+    scratch = {
+        # A consumer's queries, and then its output.
+        "q_smem": _tiled((_NUM_CONSUMERS, _WARPGROUP_ROWS, layout.head_dim), dtype),
+        "k_smem": _tiled(ring, dtype),
+        "v_smem": _tiled(ring, dtype),
+        "q_ready": plgpu.Barrier(num_barriers=_NUM_CONSUMERS),
+        "k_ready": ready,
+        "v_ready": ready,
+        "k_free": free,
+        "v_free": free,
+        "turn": plgpu.Barrier(num_barriers=_NUM_CONSUMERS),
+        "v_arrived": plgpu.Barrier(num_arrivals=static.num_copies),
+    }
+    if static.is_quantized:
+        scratch["k_stored"] = _tiled(ring[1:], layout.storage_dtype)
+        scratch["v_stored"] = _tiled(ring[1:], layout.storage_dtype)
+        scratch["k_arrived"] = plgpu.Barrier(num_arrivals=static.num_copies)
+    return scratch
+
+
+def _tiled(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Shared memory as TMA writes it and wgmma reads it."""
+    width = _swizzle_bytes(shape[-1], dtype)
+    if width < 32:  # as it lies: none of what wgmma reads
+        return plgpu.SMEM(shape, dtype)
+    transforms = (
+        plgpu.TilingTransform((8, width // dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(width),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _swizzle_bytes(head_dim: int, dtype: np.dtype) -> int:
+    return plgpu.find_swizzle(head_dim * dtype.itemsize * 8)
+
+
+def _run(static: _Static, refs: dict[str, Any]) -> None:
+    """One thread block: every warpgroup walks over the same items."""
+    warpgroup = lax.axis_index("warpgroup")
+    consumer_registers, producer_registers = _REGISTERS[static.is_quantized]
+
+    @pl.when(warpgroup < _NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(consumer_registers, action="increase")
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs["turn"].at[0]))
+        _for_items(static, refs, functools.partial(_consume, static, refs, warpgroup))
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs["turn"].at[0]))
+
+    @pl.when(warpgroup == _PRODUCER)
+    def _producer() -> None:
+        plgpu.set_max_registers(producer_registers, action="decrease")
+        produce = _produce_quantized if static.is_quantized else _produce
+        _for_items(static, refs, functools.partial(produce, static, refs))
+
+
+def _for_items(
+    static: _Static,
+    refs: dict[str, Any],
+    work: Callable[[_Item, Int32[Array, ""]], None],
+) -> None:
+    """Calls work(item, blocks before it) for each item of this thread block.
+
+    Items come longest first and are dealt out back and forth, so that all get about as much.
+    """
+    layout, num = static.call.layout, jnp.int32(static.num_blocks)
+    block = lax.axis_index("block")
+    num_items = refs["num_live"][0] * layout.num_kv_heads
+    num_rounds = lax.div(num_items, num)
+
+    def place(i: Int32[Array, ""]) -> Int32[Array, ""]:
+        return jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, num - 1 - block)
+
+    is_in_last = place(num_rounds) < num_items - num_rounds * num
+
+    def visit(i: Int32[Array, ""], step: Int32[Array, ""]) -> Int32[Array, ""]:
+        index = i * num + place(i)
+        tile = lax.div(index, jnp.int32(layout.num_kv_heads))
+        granule = jnp.int32(static.granule)
+        first = lax.div(refs["begin"][tile], granule) * granule
+        end = refs["end"][tile]
+        item = _Item(
+            tile=tile,
+            head=index - tile * layout.num_kv_heads,
+            row=refs["row"][tile],
+            query=refs["query"][tile],
+            position=refs["position"][tile],
+            first=first,
+            end=end,
+            num_blocks=lax.div(end - first + static.sizes.context - 1, static.sizes.context),
+        )
+        work(item, step)
+        return step + item.num_blocks
+
+    lax.fori_loop(0, num_rounds + is_in_last.astype(jnp.int32), visit, jnp.int32(0))
+
+
+def _slot(static: _Static, step: Int32[Array, ""]) -> Int32[Array, ""]:
+    return lax.rem(step, jnp.int32(static.sizes.num_stages))
+
+
+def _load(
+    static: _Static,
+    refs: dict[str, Any],
+    item: _Item,
+    start: Int32[Array, ""],
+    name: str,
+    destination: Any,
+    barrier: Any,
+) -> None:
+    """Starts the copies of a block of "keys" or "values"; what lies past item.end is not read.
+
+    destination: [context, H] in shared memory. barrier: gets static.num_copies arrivals.
+    """
+    layout, granule = static.call.layout, static.granule
+    columns = pl.ds(item.head * layout.head_dim, layout.head_dim)
+    layer = refs["layer"][0] * (static.num_pages * layout.page_size)
+    places = []
+    for i in range(static.num_copies):
+        position = start + i * granule
+        used = jnp.minimum(position, item.end - 1)
+        index = lax.div(used, jnp.int32(layout.page_size))
+        page = refs["pages"][item.row, index]
+        slot = position - index * layout.page_size
+        places.append((position < item.end, layer + page * layout.page_size + slot))
+    for i, (is_used, first) in enumerate(places):
+
+        @pl.when(is_used)
+        def _copy(i=i, first=first) -> None:
+            plgpu.copy_gmem_to_smem(
+                refs[name].at[pl.ds(first, granule), columns],
+                destination.at[pl.ds(i * granule, granule)],
+                barrier,
+            )
+
+        @pl.when(jnp.logical_not(is_used))
+        def _no_copy() -> None:
+            plgpu.barrier_arrive(barrier)
+
+
+def _await_free(static: _Static, free: Any, step: Int32[Array, ""]) -> None:
+    pl.when(step >= static.sizes.num_stages)(
+        lambda: plgpu.barrier_wait(free.at[_slot(static, step)])
+    )
+
+
+def _produce(static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Array, ""]) -> None:
+    """Brings the blocks of an item, of a dtype that wgmma takes."""
+
+    def block(i: Int32[Array, ""], _: None) -> None:
+        slot, start = _slot(static, step + i), item.first + i * static.sizes.context
+        values = refs["v_smem"].at[slot]
+        _await_free(static, refs["k_free"], step + i)
+        _load(static, refs, item, start, "keys", refs["k_smem"].at[slot], refs["k_ready"].at[slot])
+        _await_free(static, refs["v_free"], step + i)
+
+        @pl.when(i < item.num_blocks - 1)
+        def _whole() -> None:
+            _load(static, refs, item, start, "values", values, refs["v_ready"].at[slot])
+
+        @pl.when(i == item.num_blocks - 1)
+        def _last() -> None:
+            _load(static, refs, item, start, "values", values, refs["v_arrived"])
+            plgpu.barrier_wait(refs["v_arrived"])
+            for piece, columns, first in _pieces(static, refs["v_smem"].dtype):
+
+                @pl.when(start + first + _WARPGROUP_ROWS > item.end)
+                def _clear(piece=piece, columns=columns, first=first) -> None:
+                    ref = values.at[piece, columns]
+                    ref[...] = _cleared(plgpu.load(ref), item.end - start - first)
+
+            plgpu.commit_smem()
+            for _ in range(static.num_copies):
+                plgpu.barrier_arrive(refs["v_ready"].at[slot])
+
+    lax.fori_loop(0, item.num_blocks, block, None)
+
+
+def _pieces(static: _Static, dtype: np.dtype) -> list[tuple[Any, Any, int]]:
+    """A block in parts that few registers hold: rows, columns, and the first row."""
+    head_dim = static.call.layout.head_dim
+    width = _swizzle_bytes(head_dim, dtype) // dtype.itemsize
+    return [
+        (pl.ds(first, _WARPGROUP_ROWS), pl.ds(column, width), first)
+        for first in range(0, static.sizes.context, _WARPGROUP_ROWS)
+        for column in range(0, head_dim, width)
+    ]
+
+
+def _cleared(x: Shaped[Array, "M C"], num_live: Int32[Array, ""]) -> Shaped[Array, "M C"]:
+    """Zeros in all but the first rows: a weight of 0 does not hide what a NaN is."""
+    rows = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+    return jnp.where(rows < num_live, x, jnp.zeros_like(x))
+
+
+def _produce_quantized(
+    static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Array, ""]
+) -> None:
+    """Brings the blocks of an item of 8-bit elements, in the dtype of the queries.
+
+    What is stored arrives in one buffer each of K and V, so that K of the next block is on its way
+    while V of this one is converted.
+    """
+
+    def load(i: Int32[Array, ""], name: str) -> None:
+        start, short = item.first + i * static.sizes.context, name[0]
+        _load(
+            *(static, refs, item, start, name),
+            refs[f"{short}_stored"],
+            refs[f"{short}_arrived"],
+        )
+
+    def convert(i: Int32[Array, ""], name: str) -> None:
+        slot, start, short = _slot(static, step + i), item.first + i * static.sizes.context, name[0]
+        plgpu.barrier_wait(refs[f"{short}_arrived"])
+        _await_free(static, refs[f"{short}_free"], step + i)
+        out = refs[f"{short}_smem"].at[slot]
+        for rows, columns, first in _pieces(static, refs[f"{short}_smem"].dtype):
+            stored = plgpu.load(refs[f"{short}_stored"].at[rows, columns])
+            x = _decode(stored, static.call.layout.dtype, out.dtype)
+            if name == "values":
+                x = _cleared(x, item.end - start - first)
+            out.at[rows, columns][...] = x
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs[f"{short}_ready"].at[slot])
+        pl.when(i + 1 < item.num_blocks)(lambda: load(i + 1, name))
+
+    def block(i: Int32[Array, ""], _: None) -> None:
+        convert(i, "keys")
+        convert(i, "values")
+
+    load(jnp.int32(0), "keys")
+    load(jnp.int32(0), "values")
+    lax.fori_loop(0, item.num_blocks, block, None)
+
+
+def _decode(
+    stored: Shaped[Array, "M C"], dtype: np.dtype, out_dtype: np.dtype
+) -> Float[Array, "M C"]:
+    """The stored numbers, exactly, in bfloat16 or float16."""
+    if dtype == jnp.int8:
+        return stored.astype(out_dtype)
+    halves = lax.bitcast_convert_type(stored, dtype).astype(jnp.float16)
+    return halves if out_dtype == jnp.float16 else halves.astype(jnp.float32).astype(out_dtype)
+
+
+class _Softmax(NamedTuple):
+    """A running softmax, to base 2: what _consume carries from block to block."""
+
+    peak: Float32[Array, " M"]
+    total: Float32[Array, " M"]
+    acc: tuple[Float32[Array, "M C"], ...]  # by column chunk
+
+
+def _consume(
+    static: _Static,
+    refs: dict[str, Any],
+    consumer: Int32[Array, ""],
+    item: _Item,
+    step: Int32[Array, ""],
+) -> None:
+    """Attention of a consumer's matrix rows of an item."""
+    queries, ready = refs["q_smem"].at[consumer], refs["q_ready"].at[consumer]
+    turn, next_turn = refs["turn"].at[consumer], refs["turn"].at[1 - consumer]
+    rows = consumer * _WARPGROUP_ROWS
+    first_query = pl.multiple_of(item.query + rows, 8)
+    source = refs["queries"].at[item.head, pl.ds(first_query, _WARPGROUP_ROWS)]
+    plgpu.copy_gmem_to_smem(source, queries, ready)
+    plgpu.barrier_wait(ready)
+
+    def block(i: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
+        slot, start = _slot(static, step + i), item.first + i * static.sizes.context
+        plgpu.barrier_wait(refs["k_ready"].at[slot])
+
+        def multiply_keys(acc_ref: Any) -> Float32[Array, "M S"]:
+            plgpu.wgmma(acc_ref, queries, refs["k_smem"].at[slot].transpose((1, 0)))
+            plgpu.barrier_arrive(next_turn)
+            return acc_ref[...]
+
+        shape = (_WARPGROUP_ROWS, static.sizes.context)
+        scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        plgpu.barrier_arrive(refs["k_free"].at[slot])
+        scores = _scaled(static, refs, item, scores)
+        scores = lax.cond(
+            _needs_mask(static, item, start),
+            lambda scores: _masked(static, item, rows, start, scores),
+            lambda scores: scores,
+            scores,
+        )
+        factor = 1.0 if static.scores_are_scaled else static.scale * _LOG2E
+        peak = jnp.maximum(softmax.peak, scores.max(axis=1) * factor)
+        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(peak, shape, [0]))
+        rescale = jnp.exp2(softmax.peak - peak)
+        total = softmax.total * rescale + weights.sum(axis=1)
+        weights = weights.astype(queries.dtype)
+
+        plgpu.barrier_wait(refs["v_ready"].at[slot])
+        plgpu.barrier_wait(turn)
+        acc = []
+        for (first, width), old in zip(static.column_chunks, softmax.acc, strict=True):
+            values = refs["v_smem"].at[slot, :, pl.ds(first, width)]
+
+            def multiply_values(acc_ref: Any, values=values) -> Float32[Array, "M C"]:
+                plgpu.wgmma(acc_ref, weights, values)
+                return acc_ref[...]
+
+            shape = (_WARPGROUP_ROWS, width)
+            new = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+            acc.append(old * lax.broadcast_in_dim(rescale, shape, [0]) + new)
+        plgpu.barrier_arrive(refs["v_free"].at[slot])
+        return _Softmax(peak, total, tuple(acc))
+
+    plgpu.barrier_wait(turn)
+    softmax = lax.fori_loop(0, item.num_blocks, block, _initial(static, refs, item, rows))
+    plgpu.barrier_arrive(next_turn)
+
+    factor = 1 / softmax.total
+    if "v_scale" in refs:
+        factor = factor * refs["v_scale"][item.head]
+    for (first, width), acc in zip(static.column_chunks, softmax.acc, strict=True):
+        out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+        queries.at[:, pl.ds(first, width)][...] = out.astype(queries.dtype)
+    plgpu.commit_smem()
+    out_ref = refs["out"].at[item.tile, item.head, pl.ds(rows, _WARPGROUP_ROWS)]
+    plgpu.copy_smem_to_gmem(queries, out_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _initial(
+    static: _Static, refs: dict[str, Any], item: _Item, rows: Int32[Array, ""]
+) -> _Softmax:
+    """Nothing seen yet, but for the sinks."""
+
+    def full(shape: tuple[int, ...], value: float, layout: Any) -> Float32[Array, "..."]:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    if "sinks" in refs:
+        ref = refs["sinks"].at[item.head, pl.ds(rows, _WARPGROUP_ROWS)]
+        peak, total = plgpu.load(ref, layout=_ROWS, optimized=False), 1.0
+    else:
+        peak, total = full((_WARPGROUP_ROWS,), _NO_PEAK, _ROWS), 0.0
+    acc = tuple(
+        full((_WARPGROUP_ROWS, width), 0.0, plgpu.Layout.WGMMA) for _, width in static.column_chunks
+    )
+    return _Softmax(peak, full((_WARPGROUP_ROWS,), total, _ROWS), acc)
+
+
+def _scaled(
+    static: _Static, refs: dict[str, Any], item: _Item, scores: Float32[Array, "M S"]
+) -> Float32[Array, "M S"]:
+    """Scores after scale and soft cap, to base 2, where the exponential does not scale them."""
+    if not static.scores_are_scaled:
+        return scores
+    soft_cap, factor = static.call.soft_cap, static.scale
+    factor = factor * refs["k_scale"][item.head] if "k_scale" in refs else factor
+    if soft_cap is None:
+        return scores * (factor * _LOG2E)
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own is good to 11 bits only.
+    powers = jnp.exp2(scores * (factor * (2 * _LOG2E / soft_cap)))
+    return soft_cap * _LOG2E - (2 * soft_cap * _LOG2E) / (powers + 1)
+
+
+def _needs_mask(static: _Static, item: _Item, start: Int32[Array, ""]) -> Array:
+    """Whether some token of the tile does not see all of the block at `start`."""
+    needs_mask = start + static.sizes.context - 1 > item.position
+    if static.call.sliding_window is not None:
+        needs_mask |= start <= item.end - 1 - static.call.sliding_window
+    return needs_mask
+
+
+def _masked(
+    static: _Static,
+    item: _Item,
+    rows: Int32[Array, ""],
+    start: Int32[Array, ""],
+    scores: Float32[Array, "M S"],
+) -> Float32[Array, "M S"]:
+    """Scores, with -inf where a token does not see another; `rows`: the first matrix row."""
+    row = plgpu.broadcasted_iota(jnp.int32, (_WARPGROUP_ROWS,), 0, layout=_ROWS)
+    token = lax.div(row + rows, jnp.int32(static.tiling.group))
+    last = lax.broadcast_in_dim(item.position + token - start, scores.shape, [0])
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    sees = column <= last
+    if static.call.sliding_window is not None:
+        sees &= column > last - static.call.sliding_window
+    return jnp.where(sees, scores, -jnp.inf)

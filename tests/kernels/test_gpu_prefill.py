@@ -1,0 +1,117 @@
+"""The prefill kernels for GPUs, simulated, against the oracle; rows of one token are not theirs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chips import CHIPS
+from pallas_kernels.ragged_paged_attention import gpu_prefill
+from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
+from pallas_kernels.ragged_paged_attention.layout import from_logical
+from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+from tests.kernels import gpu_simulator
+from tests.kernels.cases import Case, Config, RowPlan, make_case
+
+# The simulator multiplies what is in dead slots, too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+BASE = Config(
+    4, 2, 64, 16, "bfloat16", "bfloat16", max_tokens=80, max_rows=4, pages_per_row=12, chip="h100"
+)
+
+
+def attention_call(config: Config) -> AttentionCall:
+    return AttentionCall(
+        config.layout,
+        # Two multiprocessors: work is dealt out, and the simulator starts few threads.
+        dataclasses.replace(CHIPS[config.chip], num_cores=2),
+        config.num_heads,
+        jnp.dtype(config.q_dtype),
+        config.sliding_window,
+        config.soft_cap,
+        config.has_sinks,
+        config.has_scales,
+    )
+
+
+def gpu_call(case: Case) -> GpuCall:
+    """The call as `gpu.py` would hand it on, its rows of one token left out."""
+    config = case.config
+    is_live = np.arange(config.max_rows) < len(case.rows)
+    q_lens = np.where(is_live, case.cu_q_lens[1:] - case.cu_q_lens[:-1], 0)
+    q_lens = np.where(q_lens > 1, q_lens, 0)
+    arrays = dict(
+        q=case.q,
+        kv_cache=from_logical(config.layout, jnp.asarray(case.k_after), jnp.asarray(case.v_after)),
+        layer=np.int32(case.layer),
+        pages=np.clip(case.block_tables, 0, config.num_pages - 1),
+        kv_lens=np.where(q_lens > 0, case.kv_lens, 0),
+        starts=np.where(q_lens > 0, case.cu_q_lens[:-1], 0),
+        q_lens=q_lens,
+        sinks=case.options.sinks,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+    )
+    return GpuCall(
+        **jax.tree.map(jnp.asarray, arrays),
+        call=attention_call(config),
+        scale=case.options.scale,
+    )
+
+
+def check(config: Config, plans: list[RowPlan], seed: int = 0) -> None:
+    case = make_case(config, plans, seed)
+    assert gpu_prefill.unsupported_reason(attention_call(config)) is None
+    with gpu_simulator.simulate():
+        result = gpu_prefill.prefill_rows(gpu_call(case))
+    assert (result.shape, result.dtype) == (case.q.shape, case.q.dtype)
+    out = np.asarray(result).astype(np.float64)
+    expected = case.expected()
+    start = 0
+    for r, plan in enumerate(plans):
+        tokens = slice(start, start + plan.q_len)
+        if plan.q_len == 1:
+            np.testing.assert_array_equal(out[tokens], 0)
+        else:
+            error = np.abs(out[tokens] - expected.out[tokens])
+            assert (error <= expected.tolerance[tokens]).all(), f"row {r}: {np.nanmax(error)}"
+        start += plan.q_len
+    np.testing.assert_array_equal(out[start:], 0)
+
+
+MIXED = [RowPlan(40, 130), RowPlan(1, 60), RowPlan(0, 20), RowPlan(33, 0)]
+
+
+# Every head dim, dtype, feature and kind of page; groups of query heads that divide 8 and do not.
+CONFIGS = {
+    "bf16": {},
+    "f16-mha-h80": dict(num_heads=2, head_dim=80, q_dtype="float16", kv_dtype="float16"),
+    "gqa3-h96-page48": dict(num_heads=6, head_dim=96, page_size=48, pages_per_row=4),
+    "mqa16-h128-page8": dict(
+        num_heads=16, num_kv_heads=1, head_dim=128, page_size=8, pages_per_row=24
+    ),
+    "h256-page256": dict(num_heads=2, num_kv_heads=1, head_dim=256, page_size=256, pages_per_row=1),
+    "window-page64": dict(page_size=64, sliding_window=50, pages_per_row=3),
+    "soft-cap-sinks": dict(soft_cap=3.0, has_sinks=True),
+    "int8": dict(kv_dtype="int8", has_scales=True),
+    "everything-e4m3": dict(
+        num_heads=8,
+        head_dim=80,
+        page_size=32,
+        kv_dtype="float8_e4m3fn",
+        sliding_window=100,
+        soft_cap=3.0,
+        has_sinks=True,
+        has_scales=True,
+        pages_per_row=6,
+    ),
+    "e5m2": dict(kv_dtype="float8_e5m2"),
+}
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_matches_oracle(changes):
+    check(dataclasses.replace(BASE, **changes), MIXED)
