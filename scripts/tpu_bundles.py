@@ -1,9 +1,14 @@
-"""Reads the final bundles of a TPU kernel and counts what a call of it executes.
+"""Reads the schedule of a TPU kernel and counts what a call of it executes.
 
-libtpu writes a kernel's schedule as text, a bundle of operations a line; a TensorCore starts one
-bundle a cycle unless something stalls it. `count` runs the scalar operations among them (addresses,
-loop counters, branches) on given scalar operands and leaves out the vectors', so it knows how often
-each bundle is executed and which DMAs are started. No vector may decide on a branch.
+libtpu writes a kernel's schedule as text, a bundle of operations a cycle. The file to read is
+`packed-bundles-post-ra.txt`: that of the final bundles leaves out those in which the compiler has
+nothing to do but wait, which the hardware does by itself. `count` runs the scalar operations of a
+schedule (addresses, loop counters, branches) on given scalar operands and leaves out the vectors',
+so it knows how often each bundle is executed and which DMAs are started. No vector may decide on a
+branch.
+
+What it cannot know is when something stalls: a DMA that is waited for, a bank of memory that is
+busy.
 """
 
 import functools
@@ -15,7 +20,6 @@ from typing import NamedTuple
 
 GRANULE_BYTES = 32  # of a DMA's size_in_granules: a page of 524288 bytes has 16384
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)", re.DOTALL)
-_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _OP = re.compile(r"%(\w+) = ([a-z]\w*)([\w.]*)\s*(.*)", re.DOTALL)
 _DMA_KIND = re.compile(r"/\* (\w+)-to-(\w+) \*/")
@@ -37,7 +41,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """A scalar operation, a DMA or a branch.
+    """A scalar operation or a DMA.
 
     predicate: the operation happens only where it is true.
     otherwise: the result where it is not.
@@ -51,20 +55,25 @@ class Op:
     detail: str = ""
 
 
+class Branch(NamedTuple):
+    """To the bundle `target`, where its predicate is true."""
+
+    target: int
+    predicate: Value | None
+
+
 @dataclass
 class Bundle:
     """What one bundle holds, as far as counting needs it.
 
     phis: results and the registers they are taken from, whichever was written last.
-    branch: where to, when its predicate is true.
     products: dtype -> products on the matrix units.
     fills, spills: vector registers loaded from and stored to where they were spilled.
     """
 
-    regions: frozenset[int]
     ops: list[Op] = field(default_factory=list)
     phis: list[Op] = field(default_factory=list)
-    branch: Op | None = None
+    branch: Branch | None = None
     products: Counter[str] = field(default_factory=Counter)
     fills: int = 0
     spills: int = 0
@@ -81,8 +90,7 @@ class Loop(NamedTuple):
 class Bundles(Sequence[Bundle]):
     """The bundles of a kernel, in their order.
 
-    delay_slots: bundles after a branch that are executed before it is taken, unless another block
-        starts before that many.
+    delay_slots: bundles after a branch that are executed before it is taken.
     """
 
     all: Sequence[Bundle]
@@ -95,27 +103,13 @@ class Bundles(Sequence[Bundle]):
         return len(self.all)
 
     @functools.cached_property
-    def starts(self) -> Mapping[int, int]:
-        """Region -> the bundle that it starts with."""
-        return {region: i for i, bundle in enumerate(self.all) for region in bundle.regions}
-
-    def target(self, branch: Op) -> int:
-        """Where a branch leads to; a region that is not there is the end of the kernel."""
-        return self.starts.get(int(branch.detail), len(self))
-
-    def end_of_delay(self, branch: int) -> int:
-        """The last bundle that is executed before the branch in bundle `branch` is taken."""
-        last = min(branch + self.delay_slots, len(self) - 1)
-        return next((i for i in range(branch, last) if self.all[i + 1].regions), last)
-
-    @functools.cached_property
     def loops(self) -> list[Loop]:
         """Every loop: what lies between a branch back's target and the end of its delay slots."""
         branches = ((i, bundle.branch) for i, bundle in enumerate(self.all) if bundle.branch)
         return sorted(
-            Loop(self.target(branch), self.end_of_delay(i))
+            Loop(branch.target, i + self.delay_slots)
             for i, branch in branches
-            if self.target(branch) <= i
+            if branch.target <= i
         )
 
 
@@ -196,7 +190,7 @@ class LoopFigures:
 
 
 def parse(text: str, delay_slots: int) -> Bundles:
-    """The bundles of a `final_bundles.txt`; `delay_slots` is a figure of the chip."""
+    """The bundles of a `packed-bundles-post-ra.txt`; `delay_slots` is a figure of the chip."""
     return Bundles([_parse_bundle(lines) for lines in _bundle_texts(text)], delay_slots)
 
 
@@ -230,7 +224,7 @@ def _bundle_texts(text: str) -> Iterator[str]:
 def _parse_bundle(text: str) -> Bundle:
     match = _BUNDLE.match(text)
     assert match is not None, text
-    bundle = Bundle(frozenset(map(int, _REGION.findall(text))))
+    bundle = Bundle()
     for part in match[1].split(";;"):
         found = _OP.search(part)
         if found is None:
@@ -246,7 +240,7 @@ def _parse_bundle(text: str) -> Bundle:
             names = tuple(re.findall(r"%(\w+)", _COMMENT.sub("", rest)))
             bundle.phis.append(Op(result, name, (Value(0, names),)))
         elif name == "sbr":
-            bundle.branch = _branch(result, rest)
+            bundle.branch = _branch(rest)
         elif name == "dma" and suffix != ".done.wait":
             bundle.ops.append(_dma(result, suffix, rest))
         elif name in _KNOWN:
@@ -260,12 +254,15 @@ def _product_dtype(suffix: str) -> str:
     return found[1]
 
 
-def _branch(result: str, rest: str) -> Op:
-    target = re.search(r"target = \$region(\d+)", rest)
+def _branch(rest: str) -> Branch:
+    target = re.search(r"target bundleno = (\d+)", rest)
     assert target is not None, rest
-    predicate = re.match(r"\((!?)%(\w+)\)", rest)
-    value = Value(0, (predicate[2],), predicate[1] == "!") if predicate else None
-    return Op(result, "sbr", predicate=value, detail=target[1])
+    return Branch(int(target[1]), _predicate(rest))
+
+
+def _predicate(text: str) -> Value | None:
+    found = re.search(r"\((!?)%(p\w+)\)", text)
+    return Value(0, (found[2],), found[1] == "!") if found else None
 
 
 def _dma(result: str, suffix: str, rest: str) -> Op:
@@ -279,9 +276,7 @@ def _dma(result: str, suffix: str, rest: str) -> Op:
     if None in addresses:
         addresses = [named["src"], named["dst"]]
     args = tuple(_value(str(a)) for a in (*addresses, named["size_in_granules"]))
-    predicate = re.search(r"\((!?)%(\w+)\)", rest)
-    value = Value(0, (predicate[2],), predicate[1] == "!") if predicate else None
-    return Op(result, "dma", args, value, detail=f"{source} {target}")
+    return Op(result, "dma", args, _predicate(rest), detail=f"{source} {target}")
 
 
 def _scalar(result: str, name: str, suffix: str, rest: str) -> Op:
@@ -403,7 +398,7 @@ class _Machine:
         bundles = self._bundles
         runs = [0] * len(bundles)
         at = 0
-        jump: tuple[int, int] | None = None  # the last delay slot, and where to from there
+        jump: tuple[int, int] | None = None  # where from, and where to
         while at < len(bundles):
             bundle = bundles[at]
             runs[at] += 1
@@ -413,9 +408,9 @@ class _Machine:
                 self._execute(bundle)
             branch = bundle.branch
             if branch is not None and self._holds(branch.predicate):
-                jump = bundles.end_of_delay(at), bundles.target(branch)
+                jump = at + bundles.delay_slots + 1, branch.target
             at += 1
-            if jump is not None and at > jump[0]:
+            if jump is not None and at == jump[0]:
                 at, jump = jump[1], None
         return Execution(bundles, runs, self._dmas)
 
