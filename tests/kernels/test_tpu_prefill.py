@@ -1,0 +1,106 @@
+"""The TPU's prefill kernel, simulated with race detection, on rows that are not of one new token."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chips import CHIPS
+from pallas_kernels.ragged_paged_attention import KVCache
+from pallas_kernels.ragged_paged_attention.layout import from_logical, join_heads, to_logical
+from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+from pallas_kernels.ragged_paged_attention.tpu_common import TpuCall, factors, pack_tables
+from pallas_kernels.ragged_paged_attention.tpu_prefill import PrefillSizes, prefill
+from tests.kernels import harness
+from tests.kernels.cases import Case, Config, RowPlan, make_case
+
+_SIZES = PrefillSizes(num_queries=16, num_keys=128)
+
+CONFIGS = {
+    "mha-page4": Config(4, 4, 64, 4, max_tokens=40, pages_per_row=10),
+    "gqa3-pad-heads": Config(9, 3, 64, 16, "bfloat16", "bfloat16", max_tokens=40),
+    "gqa4": Config(8, 2, 128, 16, "bfloat16", "bfloat16", max_tokens=48, pages_per_row=20),
+    "mqa16-h80": Config(16, 1, 80, 16, "bfloat16", "bfloat16", max_tokens=40),
+    "page1-window1": Config(4, 2, 96, 1, sliding_window=1, pages_per_row=40),
+    "h256-soft-cap": Config(2, 1, 256, 16, "bfloat16", "bfloat16", soft_cap=2.0),
+    "f32-over-bf16": Config(4, 2, 64, 16, "float32", "bfloat16"),
+    "int8": Config(4, 2, 64, 16, "bfloat16", "int8", has_scales=True),
+    "fp8-e5m2": Config(4, 2, 64, 32, "bfloat16", "float8_e5m2"),
+    "everything": Config(8, 4, 80, 16, "float32", "float8_e4m3fn", 11, 3.0, True, True),
+    "window": Config(4, 1, 64, 16, sliding_window=100, max_tokens=48, pages_per_row=20),
+}
+
+
+@functools.cache
+def _compiled(config: Config, scale: float) -> Callable[..., tuple[jax.Array, KVCache]]:
+    layout = config.layout
+    call = AttentionCall(
+        *(layout, CHIPS[config.chip], config.num_heads, jnp.dtype(config.q_dtype)),
+        *(config.sliding_window, config.soft_cap, config.has_sinks, config.has_scales),
+    )
+
+    @jax.jit
+    def run(kv_cache: KVCache, q, k, v, tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, ints):
+        score_factors, out_factors = factors(call, scale, k_scale, v_scale)
+        tpu_call = TpuCall(
+            call=call,
+            layer=ints[:1],
+            num_rows=ints[1:],
+            kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens,
+            tables=pack_tables(tables, config.num_pages),
+            q=q,
+            k_new=join_heads(layout, layout.encode(k, k_scale)),
+            v_new=join_heads(layout, layout.encode(v, v_scale)),
+            sinks=sinks,
+            score_factors=score_factors,
+            out_factors=out_factors,
+        )
+        return prefill(tpu_call, jnp.zeros(q.shape, q.dtype), kv_cache, _SIZES)
+
+    return run
+
+
+def _run(case: Case) -> harness.Result:
+    layout = case.config.layout
+    arrays = (
+        *(case.q, case.k, case.v, case.block_tables, case.kv_lens, case.cu_q_lens),
+        *(case.options.sinks, case.k_scale, case.v_scale),
+        np.array([case.layer, len(case.rows)], np.int32),
+    )
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        out, kv_cache = _compiled(case.config, case.options.scale)(
+            from_logical(layout, jnp.asarray(case.k_before), jnp.asarray(case.v_before)),
+            *jax.tree.map(jnp.asarray, arrays),
+        )
+    k, v = to_logical(layout, kv_cache)
+    return harness.Result(np.asarray(out), np.asarray(k), np.asarray(v))
+
+
+def _plans(config: Config) -> dict[str, list[RowPlan]]:
+    capacity = config.pages_per_row * config.page_size
+    longest = min(config.max_tokens, capacity)
+    return {
+        "no rows": [],
+        "from the start, rows of none, all tokens": [
+            RowPlan(0, 3),
+            RowPlan(longest - 5, 0),
+            RowPlan(0, 0),
+            RowPlan(5, capacity // 2 - 3),
+        ],
+        "to the end": [RowPlan(2, 1), RowPlan(longest - 7, capacity - longest + 7)],
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_matches_oracle(config, subtests):
+    config = dataclasses.replace(config, chip="v6e")
+    for seed, (name, plans) in enumerate(_plans(config).items()):
+        with subtests.test(name):
+            case = make_case(config, plans, seed)
+            harness.check(case, case.expected(), _run(case))
