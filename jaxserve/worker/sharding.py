@@ -50,11 +50,8 @@ def keep_whole[Tree](mesh: Mesh, tree: Tree) -> Tree:
 
 
 def vocab_parts(vocab_size: int, mesh: Mesh) -> int:
-    """Parts in which devices hold logits, the embedding and the LM head.
-
-    A vocabulary that the mesh does not divide is in one part: the embedding and the LM head are
-    then split over the hidden size, and logits are not split.
-    """
+    """Parts in which devices hold logits, the embedding and the LM head; one where the mesh does
+    not divide the vocabulary: then each device has, and computes, all of them."""
     return num_parts(mesh) if vocab_size % num_parts(mesh) == 0 else 1
 
 
@@ -66,16 +63,14 @@ def by_vocab(vocab_size: int, mesh: Mesh) -> Sharding:
 def param_shardings(specs: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, Sharding]:
     """The sharding of each parameter."""
 
-    def sharding(spec: ParamSpec) -> Sharding:
-        axes = [_MESH_AXES.get(axis or "") for axis in spec.axes]
-        if "vocab" in spec.axes:
-            vocab, embed = spec.axes.index("vocab"), spec.axes.index("embed")
-            if spec.shape[vocab] % num_parts(mesh):
-                is_even = spec.shape[embed] % num_parts(mesh) == 0
-                axes[vocab], axes[embed] = None, "model" if is_even else None
-        return place(mesh, *axes)
+    def mesh_axis(axis: str | None, size: int) -> str | None:
+        if axis == "vocab" and vocab_parts(size, mesh) == 1:
+            return None
+        return _MESH_AXES.get(axis or "")
 
-    return {name: sharding(spec) for name, spec in specs.items()}
+    return {
+        name: place(mesh, *map(mesh_axis, spec.axes, spec.shape)) for name, spec in specs.items()
+    }
 
 
 def kv_cache_spec(layout: KVCacheLayout) -> KVCache:

@@ -155,7 +155,7 @@ def _describe_mesh(config: EngineConfig) -> str:
     if dummies:
         words += f"; {dummies} dummy query heads, as {info.num_heads} do not divide"
     if info.vocab_size % num_devices:
-        words += f"; all have whole logits, as a vocabulary of {info.vocab_size} does not divide"
+        words += f"; all have the whole vocabulary, as {info.vocab_size} tokens do not divide"
     return words
 
 
