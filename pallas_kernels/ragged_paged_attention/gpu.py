@@ -1,10 +1,10 @@
-"""The op on NVIDIA GPUs: the KV write by XLA, then a kernel for decode rows and one for the others."""
+"""The op on NVIDIA GPUs: the KV write by XLA, then a kernel for decode rows and one for others."""
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from pallas_kernels.ragged_paged_attention import gpu_decode
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
@@ -32,7 +32,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"pages of {layout.page_size} tokens are no multiple of 16"
     if call.num_heads // layout.num_kv_heads > 16:
         return f"{call.num_heads // layout.num_kv_heads} query heads a KV head are more than 16"
-    return None
+    return gpu_decode.unsupported_reason(call) or gpu_prefill.unsupported_reason(call)
 
 
 def ragged_paged_attention(
@@ -81,10 +81,18 @@ def ragged_paged_attention(
             kv_lens=jnp.where(takes_part, kv_lens, 0),
             starts=jnp.where(takes_part, ends - q_lens, 0),
             q_lens=jnp.where(takes_part, q_lens, 0),
-            **dict(call=call, scale=scale, sinks=sinks, k_scale=k_scale, v_scale=v_scale),
+            call=call,
+            scale=scale,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     decoded = gpu_decode.decode_rows(part(q_lens == 1))
     is_decoded = is_live & (q_lens[row_of_token] == 1)
-    out = jnp.where(is_decoded[:, None, None], decoded[row_of_token], 0)
-    return out.astype(q.dtype), kv_cache
+    out = jnp.where(
+        is_decoded[:, None, None],
+        decoded[row_of_token].astype(q.dtype),
+        gpu_prefill.prefill_rows(part(q_lens > 1)),
+    )
+    return out, kv_cache

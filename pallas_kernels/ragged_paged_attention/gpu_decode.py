@@ -1,7 +1,7 @@
 """Rows of one new token on a GPU: split-KV attention in Pallas Mosaic GPU, then a merge.
 
 The work of a row is cut at run time into chunks of its context, so that chunks times KV heads fill
-the chip whatever the rows' lengths are (flash-decoding). One thread block does one (chunk, KV head):
+the chip whatever the rows' lengths are (flash-decoding). A thread block does one (chunk, KV head):
 
 - A ring of `stages` blocks of K and V in shared memory. The warpgroup that computes also refills
   it: TMA with barriers from Hopper on, cp.async before. While a block is computed on, the other
@@ -69,6 +69,17 @@ def block_sizes(call: AttentionCall) -> BlockSizes | None:
     return None
 
 
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why `decode_rows` cannot serve `call`, or None when it can."""
+    layout, chip = call.layout, call.chip
+    is_float8 = layout.dtype != layout.storage_dtype
+    if is_float8 and chip.capability < (8, 9):
+        return f"{chip.name} has no conversions of float8, as GPUs from compute capability 8.9 have"
+    if block_sizes(call) is None:
+        return f"{chip.name} has too little shared memory for heads of {layout.head_dim}"
+    return None
+
+
 def decode_rows(gpu_call: GpuCall) -> Float32[Array, "R N H"]:
     """Attention of the one query of each row of q_lens 1; other rows: unspecified."""
     call, layout = gpu_call.call, gpu_call.call.layout
@@ -103,7 +114,7 @@ class _Chunks(NamedTuple):
 
     row, begin, end: the chunk's tokens begin..end of its row; none where it is not used.
     visible: the first token that the query of its row sees.
-    first, count: the chunks of a row.
+    first, num: the chunks of a row.
     """
 
     row: Int32[Array, " C"]
@@ -111,7 +122,7 @@ class _Chunks(NamedTuple):
     end: Int32[Array, " C"]
     visible: Int32[Array, " C"]
     first: Int32[Array, " R"]
-    count: Int32[Array, " R"]
+    num: Int32[Array, " R"]
 
 
 def _split(gpu_call: GpuCall) -> _Chunks:
@@ -149,7 +160,7 @@ def _split(gpu_call: GpuCall) -> _Chunks:
         end=jnp.where(is_used, jnp.minimum(begin + length, kv_lens[row]), 0),
         visible=visible[row],
         first=ends - count,
-        count=count,
+        num=count,
     )
 
 
@@ -338,7 +349,10 @@ def _scratch(call: AttentionCall, sizes: BlockSizes, uses_tma: bool) -> _Scratch
 def _tiled(lanes: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Tiles of a 16-bit matrix that any part of a product is read from without bank conflicts."""
     swizzle = next(size for size in (128, 64, 32) if 2 * lanes % size == 0)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    return (
+        plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
 
 
 def _attend_chunk(
@@ -525,4 +539,4 @@ def _merge(
         grid=(chunks.first.shape[0], num_kv_heads),
         grid_names=("row", "head"),
         compiler_params=_COMPILER_PARAMS,
-    )(chunks.first, chunks.count, sinks, v_scale, acc, stats)
+    )(chunks.first, chunks.num, sinks, v_scale, acc, stats)

@@ -1,7 +1,4 @@
-"""JAX's simulator of GPUs, with what it lacks that the kernels use.
-
-It runs kernels outside an enclosing `jax.jit` only.
-"""
+"""JAX's simulator of GPUs, with what it lacks that the kernels use."""
 
 import contextlib
 import functools
@@ -9,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import callback
@@ -16,6 +14,7 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import mlir
 
 
 @contextlib.contextmanager
@@ -28,6 +27,13 @@ def simulate() -> Iterator[None]:
         patch.setattr(jaxpr_interpret.JaxprInterpreter, "_interpret_wgmma_ref_p", _wgmma)
         yield
 
+
+def _mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """What `plgpu.mma` computes; the simulator has no rule for it."""
+    return acc + jnp.matmul(a.astype(acc.dtype), b.astype(acc.dtype), precision="highest")
+
+
+mlir.register_lowering(primitives.mma_p, mlir.lower_fun(_mma, multiple_results=False))
 
 _wgmma_of_refs = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
 
