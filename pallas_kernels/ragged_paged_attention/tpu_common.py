@@ -7,6 +7,7 @@
   that.
 - `write_group`: slots that a write to a page must come in.
 - `MASKED`, `kv_head_of_rows`, `factors`: numbers of the softmax.
+- `divide`: of scalars.
 """
 
 import math
@@ -54,6 +55,11 @@ class TpuCall(NamedTuple):
     out_factors: Float32[Array, " N"] | None
 
 
+def divide(x: Int32[Array, ""], by: int) -> Int32[Array, ""]:
+    """x // by for x >= 0; signs cost a dozen scalar operations."""
+    return x >> (by.bit_length() - 1) if by & (by - 1) == 0 else jax.lax.div(x, jnp.int32(by))
+
+
 def write_group(layout: KVCacheLayout) -> int:
     """Slots of a page that are written together: no DMA moves less than a tile of sublanes."""
     return math.gcd(8 * 4 // layout.storage_dtype.itemsize, layout.page_size)
@@ -73,7 +79,7 @@ def pack_tables(block_tables: Int32[Array, "R B"], num_pages: int) -> Int32[Arra
 def table_chunks(tables_ref: Any, num_pages: Int32[Array, ""]) -> Int32[Array, ""]:
     """DMAs that bring the first `num_pages` entries of a row's table."""
     chunk = min(_TABLE_ROWS, tables_ref.shape[1]) * LANES
-    return (num_pages + chunk - 1) // chunk
+    return divide(num_pages + (chunk - 1), chunk)
 
 
 def copy_table_chunk(

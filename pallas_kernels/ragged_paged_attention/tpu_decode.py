@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Float32, Int32, Shaped
 
+from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention import tpu_common as common
 from pallas_kernels.ragged_paged_attention.layout import KVCache, KVCacheLayout
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
@@ -25,6 +26,8 @@ from pallas_kernels.ragged_paged_attention.tpu_common import LANES, MASKED, TpuC
 
 _ROW_SLOTS = 4  # rows whose queries are on their way or in use: more than blocks are in flight
 _OUT_SLOTS = 2  # rows whose results are on their way out or being made
+_BLOCK_BYTES = 2**20  # of K in a block
+_UNROLL = 8  # pages in one turn of the loop that starts DMAs, rows in one that looks at rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +43,28 @@ class BlockSizes:
 
 
 def block_sizes(call: AttentionCall) -> BlockSizes:
-    """Blocks of about 1 MiB of K, as far as VMEM has room for them."""
+    """Blocks of `_BLOCK_BYTES` of K, as far as VMEM has room for them."""
     layout, num_buffers = call.layout, 3
     token_bytes = layout.token_width * layout.storage_dtype.itemsize
-    room = call.chip.core_memory_bytes // 2 // (2 * num_buffers * token_bytes)
-    tokens = min(max(2**20 // token_bytes, LANES), 2048, room)
+    room = vmem_limit(call.chip) // 2 // (2 * num_buffers * token_bytes)
+    tokens = min(_BLOCK_BYTES // token_bytes, 2048, room)
     unit = LANES // math.gcd(LANES, layout.page_size)  # pages of whole lanes of scores
     pages = max(tokens // (layout.page_size * unit), 1) * unit
     return BlockSizes(pages, num_buffers, math.gcd(pages * layout.page_size, 256))
+
+
+def vmem_limit(chip: Chip) -> int:
+    """Bytes of VMEM that the kernel may use."""
+    return chip.core_memory_bytes * 7 // 8
+
+
+def vmem_bytes(call: AttentionCall) -> int:
+    """Bytes of VMEM that it takes: the blocks, and what there is of a row as wide as a token."""
+    layout, sizes = call.layout, block_sizes(call)
+    tokens = sizes.pages_per_block * layout.page_size
+    blocks = 2 * sizes.num_buffers * tokens * layout.token_width * layout.storage_dtype.itemsize
+    heads = call.num_heads + 8  # queries in their lanes, sums, and a product on its way to them
+    return blocks + heads * (layout.token_width * 3 + tokens * 2 + 16 * LANES) * 4
 
 
 class _Refs(NamedTuple):
@@ -75,7 +92,7 @@ class _Refs(NamedTuple):
     peak: Any  # [N, 128] f32 VMEM
     total: Any  # [N, 128] f32 VMEM: its lanes' sum is the total
     table: Any  # [2, C, 128] i32 SMEM
-    rows: Any  # [R] i32 SMEM: the rows of one new token
+    rows: Any  # [R] i32 SMEM: the rows of one new token, as many as there are
     last_page: Any  # [num_buffers] i32 SMEM: id of the last page in each buffer
     block_sems: Any  # [num_buffers, 2] DMA
     table_sems: Any  # [2] DMA
@@ -121,10 +138,10 @@ class _Kernel(NamedTuple):
         kv_len = refs.kv_lens[index]
         first = jnp.int32(0)
         if self.call.sliding_window is not None:
-            first = jax.lax.div(jnp.maximum(kv_len - self.call.sliding_window, 0), size)
-        num_pages = jax.lax.div(kv_len + (size - 1), size) - first
+            first = common.divide(jnp.maximum(kv_len - self.call.sliding_window, 0), size)
+        num_pages = common.divide(kv_len + (size - 1), size) - first
         per_block = self.sizes.pages_per_block
-        num_blocks = jax.lax.div(num_pages + (per_block - 1), per_block)
+        num_blocks = common.divide(num_pages + (per_block - 1), per_block)
         return _Row(index, kv_len, first, num_pages, num_blocks)
 
     def pages_in_block(self, row: _Row, block: Int32[Array, ""]) -> Int32[Array, ""]:
@@ -189,7 +206,9 @@ def decode(
         input_output_aliases=updated,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
-            vmem_limit_bytes=chip.core_memory_bytes * 7 // 8,
+            vmem_limit_bytes=vmem_limit(chip),
+            # Page ids are in range; the checks cost more than all else that starts a DMA.
+            disable_bounds_checks=True,
         ),
         name="ragged_paged_attention_decode",
     )(*scalars, *arrays)
@@ -212,7 +231,7 @@ def _kernel(*args_ref: Any, call: AttentionCall, sizes: BlockSizes) -> None:
     refs = _Refs(*args_ref[:num_inputs], *args_ref[num_inputs + 3 :])
     core = pl.program_id(0)
     num_decode = _find_rows(refs)
-    mine = jax.lax.div(num_decode - core + (call.chip.num_cores - 1), call.chip.num_cores)
+    mine = common.divide(num_decode - core + (call.chip.num_cores - 1), call.chip.num_cores)
     kernel = _Kernel(call, sizes, refs, core, mine)
 
     # Where weights are zero, values must be finite: they are those of some row, or these zeros.
@@ -242,11 +261,15 @@ def _kernel(*args_ref: Any, call: AttentionCall, sizes: BlockSizes) -> None:
 def _find_rows(refs: _Refs) -> Int32[Array, ""]:
     """Lists the rows of one new token in `refs.rows`; returns how many there are."""
 
+    num_rows, max_rows = refs.num_rows[0], refs.rows.shape[0]
+
     def look(r: Int32[Array, ""], count: Int32[Array, ""]) -> Int32[Array, ""]:
         refs.rows[count] = r
-        return count + (refs.cu_q_lens[r + 1] - refs.cu_q_lens[r] == 1).astype(jnp.int32)
+        is_one = refs.cu_q_lens[r + 1] - refs.cu_q_lens[r] == 1
+        return count + (is_one & (r < num_rows)).astype(jnp.int32)
 
-    return jax.lax.fori_loop(0, refs.num_rows[0], look, jnp.int32(0))
+    unroll = math.gcd(max_rows, _UNROLL)
+    return jax.lax.fori_loop(0, max_rows, look, jnp.int32(0), unroll=unroll)
 
 
 def _table_copies(kernel: _Kernel, i: Int32[Array, ""], do: Any) -> None:
@@ -307,7 +330,15 @@ def _fetch(kernel: _Kernel, cursor: _Cursor) -> _Cursor:
             ):
                 common.copy_page(cache, layer, page, to.at[buffer, place], sem).start()
 
-        jax.lax.fori_loop(0, num_pages, one, None)
+        unroll = min(_UNROLL, kernel.sizes.pages_per_block)
+
+        def some(turn: Int32[Array, ""], _: None) -> None:
+            for p in range(unroll):
+                one(turn * unroll + p, None)
+
+        turns = common.divide(num_pages, unroll)
+        jax.lax.fori_loop(0, turns, some, None)
+        jax.lax.fori_loop(turns * unroll, num_pages, one, None)
         refs.last_page[buffer] = common.page_id(table, first + num_pages - 1)
 
     is_last = block + 1 >= row.num_blocks
@@ -364,15 +395,25 @@ def _attend_row(
     ) -> tuple[_Cursor, Int32[Array, ""]]:
         cursor, buffer = state
         num_pages = kernel.pages_in_block(row, block)
-        _wait_block(kernel, buffer, num_pages)
         cursor = _fetch(kernel, cursor)
+        _wait_block(kernel, buffer, num_pages)
         start = (row.first_page + block * kernel.sizes.pages_per_block) * kernel.layout.page_size
 
         @pl.when(block == row.num_blocks - 1)
         def _() -> None:
             _write_token(kernel, i, row.kv_len - 1 - start, num_pages, buffer)
 
-        _attend_block(kernel, row, start, buffer)
+        chunk = kernel.sizes.chunk
+        is_short = row.kv_len - start <= chunk
+
+        @pl.when(is_short)
+        def _() -> None:
+            _attend_block(kernel, row, start, buffer, chunk)
+
+        @pl.when(~is_short)
+        def _() -> None:
+            _attend_block(kernel, row, start, buffer, refs.k_buffer.shape[1])
+
         return cursor, _next_buffer(kernel, buffer)
 
     state = jax.lax.fori_loop(0, row.num_blocks, one, state)
@@ -431,7 +472,7 @@ def _write_token(
     refs, layout = kernel.refs, kernel.layout
     size, rows = layout.page_size, _tile_rows(layout)
     slot = i & (_OUT_SLOTS - 1)
-    start = pl.multiple_of(jax.lax.div(token, rows) * rows, rows)
+    start = pl.multiple_of(common.divide(token, rows) * rows, rows)
     tile = pl.ds(start, rows)
     new = refs.new_buffer[i & (_ROW_SLOTS - 1)]
     is_new, is_later = _word_masks(layout, token - start)
@@ -448,11 +489,11 @@ def _write_token(
         at = pl.ds(pl.multiple_of(i * rows, rows), rows)
         refs.v_buffer[buffer, at, :] = jnp.zeros((rows, layout.token_width), layout.storage_dtype)
 
-    first, last = jax.lax.div(start, rows) + 1, jax.lax.div(num_pages * size + (rows - 1), rows)
+    first, last = common.divide(start, rows) + 1, common.divide(num_pages * size + (rows - 1), rows)
     jax.lax.fori_loop(first, last, clear, None)
 
     group = common.write_group(layout)
-    begin = pl.multiple_of(jax.lax.div(token, group) * group, group)
+    begin = pl.multiple_of(common.divide(token, group) * group, group)
     in_tile = pl.ds(pl.multiple_of(begin - start, group), group)
     in_page = pl.ds(pl.multiple_of(begin - (num_pages - 1) * size, group), group)
     for kind, cache in enumerate((refs.k_cache, refs.v_cache)):
@@ -484,11 +525,11 @@ def _word_masks(
 
 
 def _attend_block(
-    kernel: _Kernel, row: _Row, start: Int32[Array, ""], buffer: Int32[Array, ""]
+    kernel: _Kernel, row: _Row, start: Int32[Array, ""], buffer: Int32[Array, ""], tokens: int
 ) -> None:
-    """One turn of the running softmax, over the tokens from `start` on, which a buffer holds."""
+    """One turn of the running softmax, over the `tokens` from `start` on, which a buffer holds."""
     refs, call, layout = kernel.refs, kernel.call, kernel.layout
-    chunk, tokens = kernel.sizes.chunk, refs.k_buffer.shape[1]
+    chunk = kernel.sizes.chunk
     dtype = common.compute_dtype(call)
     dot = functools.partial(
         jax.lax.dot_general,
