@@ -20,6 +20,7 @@ rings of about 96 KB (16-bit caches: 3 stages of 32 KB), 128 KB of it in flight 
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32
 
@@ -38,7 +38,6 @@ _LOG2E = math.log2(math.e)
 _SECTOR = 32  # float32 in a line of the L2 cache
 _STAGED_BYTES = 16 * 1024  # of K or V in a block, as 16-bit numbers
 _MAX_STAGES = 6
-_BLOCKS_PER_CORE = 2  # thread blocks that share a multiprocessor
 _MIN_CHUNK = 4  # blocks in a chunk, fewer only where the row has fewer
 _MERGE_UNROLL = 4  # chunks whose loads a merge has in flight at once
 _RESERVED_BYTES = 4 * 1024  # barriers, scratch of reductions, what CUDA keeps
@@ -47,26 +46,58 @@ _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemanti
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """tokens: of context in a block; stages: blocks in the ring."""
+    """How a chip computes a call.
+
+    tokens: of context in a block.
+    stages: blocks in a ring.
+    per_core: thread blocks, each with a ring, that share a multiprocessor.
+    unit: tokens of one copy, all of one page.
+    swizzle: bytes of a line of the tiles that 16-bit K and V lie in.
+    """
 
     tokens: int
     stages: int
+    per_core: int
+    unit: int
+    swizzle: int
 
 
 def block_sizes(call: AttentionCall) -> BlockSizes | None:
-    """The largest blocks of which two rings fit a multiprocessor; None if there are none."""
+    """The largest blocks of which two rings fit a multiprocessor, or one; None if none does."""
     layout = call.layout
-    budget = call.chip.core_memory_bytes // _BLOCKS_PER_CORE - _RESERVED_BYTES
-    tokens = min(128, 2 ** int(math.log2(_STAGED_BYTES // (2 * layout.head_dim))))
-    while tokens >= 32:
-        staged = 0 if layout.dtype.itemsize == 2 else tokens * layout.head_dim * 2
-        fixed = staged + _num_rows(call) * tokens * 2
+    lane_bytes = 2 * layout.head_dim
+    largest = min(128, 2 ** int(math.log2(_STAGED_BYTES // lane_bytes)))
+    for per_core, tokens in itertools.product((2, 1), (largest, largest // 2)):
+        if tokens < 32:  # all four warps have tokens, and the tiles of a block divide among them
+            continue
+        unit = math.gcd(layout.page_size, tokens)
+        is_wide = layout.dtype.itemsize == 2
+        if not (is_wide or _has_tma(call)) and unit * layout.head_dim % (4 * 128):
+            continue  # each of the 128 threads copies 4 bytes at least
+        swizzle = _swizzle(lane_bytes, unit if is_wide and not _has_tma(call) else tokens)
+        staged = 0 if is_wide else tokens * lane_bytes
+        fixed = staged + _num_rows(call) * tokens * 2 + _RESERVED_BYTES
         stage = 2 * tokens * layout.head_dim * layout.dtype.itemsize
-        stages = (budget - fixed) // stage
-        if stages >= 2:
-            return BlockSizes(tokens, min(stages, _MAX_STAGES))
-        tokens //= 2
+        stages = (call.chip.core_memory_bytes // per_core - fixed) // stage
+        if stages >= 2 and swizzle is not None:
+            return BlockSizes(tokens, min(stages, _MAX_STAGES), per_core, unit, swizzle)
     return None
+
+
+def _swizzle(lane_bytes: int, rows: int) -> int | None:
+    """The longest line of tiles that a warpgroup can copy `rows` rows into; None if there is none.
+
+    A tile is 8 rows of one line. The four warps take 4 x 1, 2 x 2 or 1 x 4 tiles at a time.
+    """
+    columns_at_once = {0: 1, 2: 2}.get(rows // 8 % 4, 4)
+    for line in (128, 64, 32):
+        if lane_bytes % (line * columns_at_once) == 0:
+            return line
+    return None
+
+
+def _has_tma(call: AttentionCall) -> bool:
+    return call.chip.capability >= (9, 0)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -76,7 +107,10 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if is_float8 and chip.capability < (8, 9):
         return f"{chip.name} has no conversions of float8, as GPUs from compute capability 8.9 have"
     if block_sizes(call) is None:
-        return f"{chip.name} has too little shared memory for heads of {layout.head_dim}"
+        return (
+            f"{chip.name} cannot copy heads of {layout.head_dim} from pages of {layout.page_size} "
+            "to tiles that four warps share, or has too little shared memory for them"
+        )
     return None
 
 
@@ -137,11 +171,12 @@ def _split(gpu_call: GpuCall) -> _Chunks:
     assert sizes is not None
     kv_lens, window = gpu_call.kv_lens, call.sliding_window
     num_rows, num_kv_heads = kv_lens.shape[0], call.layout.num_kv_heads
-    extra = pl.cdiv(_BLOCKS_PER_CORE * call.chip.num_cores, num_kv_heads)
+    extra = pl.cdiv(sizes.per_core * call.chip.num_cores, num_kv_heads)
 
     visible = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
-    unit = math.gcd(call.layout.page_size, sizes.tokens)  # tokens of one copy
-    origins = visible // unit * unit  # so that nothing before the window's first page is read
+    origins = (
+        visible // sizes.unit * sizes.unit
+    )  # so that nothing before the window's first page is read
     blocks = pl.cdiv(kv_lens - origins, sizes.tokens)
     size = jnp.maximum(pl.cdiv(blocks.sum(), extra), _MIN_CHUNK)
     count = pl.cdiv(blocks, size)
@@ -169,6 +204,7 @@ class _Ring:
     """Blocks of K and V of one chunk and KV head on their way through shared memory."""
 
     call: AttentionCall
+    sizes: BlockSizes
     caches: tuple[Any, Any]  # K, V: [L * P * S, K * H] storage dtype, device memory
     buffers: tuple[Any, Any]  # K, V: [stages, tokens, H] storage dtype
     barriers: tuple[Any, Any] | None  # K, V: [stages]; none where copies are cp.async
@@ -179,26 +215,13 @@ class _Ring:
     begin: Int32[Array, ""]
     end: Int32[Array, ""]
 
-    @property
-    def stages(self) -> int:
-        return self.buffers[0].shape[0]
-
-    @property
-    def tokens(self) -> int:
-        return self.buffers[0].shape[1]
-
-    @property
-    def unit(self) -> int:
-        """Tokens of one copy: within one page and one block."""
-        return math.gcd(self.call.layout.page_size, self.tokens)
-
     def fetch(self, block: Int32[Array, ""]) -> None:
         """Starts to read what is live of a block. With cp.async, which counts copies: any block."""
-        slot = jax.lax.rem(block, self.stages)
-        for i in range(self.tokens // self.unit):
-            position = self.begin + block * self.tokens + i * self.unit
+        slot = jax.lax.rem(block, self.sizes.stages)
+        for i in range(self.sizes.tokens // self.sizes.unit):
+            position = self.begin + block * self.sizes.tokens + i * self.sizes.unit
             if self.barriers is None:
-                last = jax.lax.div(self.end - 1, self.unit) * self.unit
+                last = jax.lax.div(self.end - 1, self.sizes.unit) * self.sizes.unit
                 self._copy(jnp.minimum(position, last), slot, i)
                 continue
             is_live = position < self.end
@@ -211,7 +234,7 @@ class _Ring:
 
     def _copy(self, position: Int32[Array, ""], slot: Int32[Array, ""], i: int) -> None:
         """Starts to read K and V of one unit; position is a multiple of unit."""
-        layout, unit = self.call.layout, self.unit
+        layout, unit = self.call.layout, self.sizes.unit
         page = self.pages[self.row, jax.lax.div(position, layout.page_size)]
         num_pages = self.caches[0].shape[0] // (layout.num_layers * layout.page_size)
         token = (self.layer * num_pages + page) * layout.page_size
@@ -235,7 +258,9 @@ class _Ring:
         else:
             # Copies end in order, and K and V of a unit are next to each other: the block is there
             # when only those of the blocks behind it are still on their way.
-            plgpu.wait_gmem_to_smem((self.stages - 1) * 2 * (self.tokens // self.unit))
+            plgpu.wait_gmem_to_smem(
+                (self.sizes.stages - 1) * 2 * (self.sizes.tokens // self.sizes.unit)
+            )
         return self.buffers[which].at[slot]
 
 
@@ -251,7 +276,6 @@ def _attend_chunks(
     assert sizes is not None
     num_kv_heads, head_dim = layout.num_kv_heads, layout.head_dim
     num_chunks, rows = chunks.row.shape[0], _num_rows(call)
-    uses_tma = call.chip.capability >= (9, 0)
 
     queries = gpu_call.q[gpu_call.starts].reshape(-1, head_dim)
     queries = jnp.pad(queries, ((0, rows - call.num_heads // num_kv_heads), (0, 0)))
@@ -283,7 +307,7 @@ def _attend_chunks(
         def _():
             row = row_ref[chunk]
             ring = _Ring(
-                call,
+                *(call, sizes),
                 *((k_ref, v_ref), (scratch.k, scratch.v), scratch.barriers),
                 *(pages_ref, layer_ref[0], row, head, begin, end),
             )
@@ -304,7 +328,7 @@ def _attend_chunks(
             jax.ShapeDtypeStruct((num_chunks, num_kv_heads, rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_chunks, num_kv_heads, rows, 2, _SECTOR), jnp.float32),
         ),
-        scratch_types=(_scratch(call, sizes, uses_tma),),
+        scratch_types=(_scratch(call, sizes),),
         grid=(num_chunks, num_kv_heads),
         grid_names=("chunk", "head"),
         compiler_params=_COMPILER_PARAMS,
@@ -324,31 +348,31 @@ class _Scratch(NamedTuple):
     widened: Any  # [tokens, H] q dtype; none where the cache has 16 bits
 
 
-def _scratch(call: AttentionCall, sizes: BlockSizes, uses_tma: bool) -> _Scratch:
+def _scratch(call: AttentionCall, sizes: BlockSizes) -> _Scratch:
     layout, tokens = call.layout, sizes.tokens
     is_wide = layout.dtype.itemsize == 2
-    tiled = _tiled(layout.head_dim)
+    tiled = _tiled(sizes.swizzle)
     ring = plgpu.SMEM(
         (sizes.stages, tokens, layout.head_dim),
         layout.storage_dtype,
         transforms=tiled if is_wide else (),
     )
-    copies = tokens // math.gcd(layout.page_size, tokens)
-    barrier = plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages)
+    barrier = plgpu.Barrier(num_arrivals=tokens // sizes.unit, num_barriers=sizes.stages)
     return _Scratch(
         k=ring,
         v=ring,
-        barriers=(barrier, barrier) if uses_tma else None,
-        weights=plgpu.SMEM((_num_rows(call), tokens), call.q_dtype, transforms=_tiled(tokens)),
+        barriers=(barrier, barrier) if _has_tma(call) else None,
+        weights=plgpu.SMEM(
+            (_num_rows(call), tokens), call.q_dtype, transforms=_tiled(min(128, 2 * tokens))
+        ),
         widened=None
         if is_wide
         else plgpu.SMEM((tokens, layout.head_dim), call.q_dtype, transforms=tiled),
     )
 
 
-def _tiled(lanes: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+def _tiled(swizzle: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Tiles of a 16-bit matrix that any part of a product is read from without bank conflicts."""
-    swizzle = next(size for size in (128, 64, 32) if 2 * lanes % size == 0)
     return (
         plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
@@ -364,7 +388,7 @@ def _attend_chunk(
 ) -> tuple[Float32[Array, " M"], Float32[Array, " M"], Float32[Array, "M H"]]:
     """Maximum and sum of the weights, and sum of weights * values, of one chunk and KV head."""
     call, dtype = ring.call, ring.call.q_dtype
-    rows, tokens, head_dim = q_ref.shape[0], ring.tokens, q_ref.shape[1]
+    rows, tokens, head_dim = q_ref.shape[0], ring.sizes.tokens, q_ref.shape[1]
     warps = _warps_of_rows(call)
     lhs = plgpu.Layout.MMA_LHS(dtype, m_warps=warps)
     rhs = plgpu.Layout.MMA_RHS(dtype, m_warps=warps)
@@ -377,7 +401,7 @@ def _attend_chunk(
     def across(x: Float32[Array, " M"], columns: int) -> Float32[Array, "M columns"]:
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (rows, columns), [0]), out)
 
-    for block in range(ring.stages):
+    for block in range(ring.sizes.stages):
         if ring.barriers is None:
             ring.fetch(jnp.int32(block))
         else:
@@ -386,12 +410,12 @@ def _attend_chunk(
 
     def step(block: Int32[Array, ""], carry: Any) -> Any:
         peak, total, acc = carry
-        slot = jax.lax.rem(block, ring.stages)
+        slot = jax.lax.rem(block, ring.sizes.stages)
         first = ring.begin + block * tokens
 
         keys = ring.wait(0, slot)
         if scratch.widened is not None:
-            keys = _widen(call, keys, scratch.widened, None)
+            keys = _widen(ring, keys, scratch.widened, None)
         keys = plgpu.load(keys.transpose((1, 0)), layout=rhs)
         scores = plgpu.mma(zeros(rows, tokens), q, keys) * scale
         if call.soft_cap is not None:
@@ -408,17 +432,17 @@ def _attend_chunk(
 
         values = ring.wait(1, slot)
         if scratch.widened is not None:
-            values = _widen(call, values, scratch.widened, ring.end - first)
+            values = _widen(ring, values, scratch.widened, ring.end - first)
         else:
-            _clear(values, ring.end - first)
+            _clear(ring, values, ring.end - first)
         weights = plgpu.load(scratch.weights, layout=lhs)
         values = plgpu.load(values, layout=rhs)
         acc = plgpu.mma(acc * across(fade, head_dim), weights, values)
 
         if ring.barriers is None:
-            ring.fetch(block + ring.stages)
+            ring.fetch(block + ring.sizes.stages)
         else:
-            following = block + ring.stages
+            following = block + ring.sizes.stages
             pl.when(following < num_blocks)(functools.partial(ring.fetch, following))
         return new_peak, total, acc
 
@@ -428,37 +452,35 @@ def _attend_chunk(
     return peak, total.sum(axis=1), acc
 
 
-def _copy_layout(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """How a warpgroup holds a tiled matrix that it reads from or writes to shared memory."""
-    _, swizzle = _tiled(shape[1])
-    return plgpu.Layout.SMEM_GMEM_COPY(shape, dtype, swizzle.swizzle)
-
-
 def _clear(
+    ring: _Ring,
     values: Any,  # [tokens, H] q dtype
     num_live: Int32[Array, ""],
 ) -> None:
     """Zeros for the tokens from num_live on: what lies there may be NaN, and 0 * NaN is NaN."""
 
-    @pl.when(num_live < values.shape[0])
+    @pl.when(num_live < ring.sizes.tokens)
     def _():
-        layout = _copy_layout(values.shape, values.dtype)
+        dtype, swizzle = ring.call.q_dtype, ring.sizes.swizzle
+        layout = plgpu.Layout.SMEM_GMEM_COPY(values.shape, dtype, swizzle)
         x = plgpu.load(values, layout=layout)
         token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
         values[...] = jnp.where(token < num_live, x, jnp.zeros_like(x))
 
 
 def _widen(
-    call: AttentionCall,
+    ring: _Ring,
     stored: Any,  # [tokens, H] storage dtype
     widened: Any,  # [tokens, H] q dtype
     num_live: Int32[Array, ""] | None,
 ) -> Any:
-    """The 8-bit numbers of a block in q's dtype; zeros from token num_live on."""
-    layout = _copy_layout(stored.shape, call.q_dtype)
+    """`widened` filled with the 8-bit numbers of a block; with zeros from token num_live on."""
+    call = ring.call
+    layout = plgpu.Layout.SMEM_GMEM_COPY(stored.shape, call.q_dtype, ring.sizes.swizzle)
     x = plgpu.load(stored, layout=layout, optimized=False)
     if call.layout.dtype != call.layout.storage_dtype:
         x = jax.lax.bitcast_convert_type(x, call.layout.dtype)
+    if call.layout.dtype != jnp.int8 or not _has_tma(call):  # what these cards convert to
         x = x.astype(jnp.float32)
     x = x.astype(call.q_dtype)
     if num_live is not None:
