@@ -1,11 +1,13 @@
 """The static facts of an attention call, and the named real shapes that tests and benches use."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tuning
 from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention.layout import KVCacheLayout
 
@@ -25,6 +27,25 @@ class AttentionCall:
     soft_cap: float | None = None
     has_sinks: bool = False
     has_scales: bool = False
+
+    @property
+    def tuning_shape(self) -> tuning.Shape:
+        """What the best block sizes of the op's kernels depend on, beside the chip."""
+        layout = self.layout
+        return tuning.Shape(
+            exact={
+                "q_dtype": self.q_dtype.name,
+                "kv_dtype": layout.dtype.name,
+                "num_kv_heads": layout.num_kv_heads,
+                "head_dim": layout.head_dim,
+                "page_size": layout.page_size,
+            },
+            near={"num_heads": self.num_heads},
+        )
+
+    def tuned_sizes(self, kernel: str) -> tuning.Sizes | None:
+        """Sizes of one of the op's kernels, such as "tpu_decode", tuned for a call like this."""
+        return tuning.tuned_sizes(Path(__file__).parent, kernel, self.chip, self.tuning_shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,10 @@ class BlockSizes:
 
 
 def block_sizes(call: AttentionCall) -> BlockSizes:
-    """Blocks of `_BLOCK_BYTES` of K, as far as VMEM has room for them."""
+    """Tuned ones, else blocks of `_BLOCK_BYTES` of K, as far as VMEM has room for them."""
+    tuned = call.tuned_sizes("tpu_decode")
+    if tuned is not None:
+        return BlockSizes(**tuned)
     layout, num_buffers = call.layout, 3
     token_bytes = layout.token_width * layout.storage_dtype.itemsize
     room = vmem_limit(call.chip) // 2 // (2 * num_buffers * token_bytes)
