@@ -97,7 +97,8 @@ CASES = {
 class Program:
     """What is compiled for a case.
 
-    kernel: "ours", the whole op, or "jax", jax's ragged paged attention, which has no KV write.
+    kernel: "ours", the whole op; one of its kernels, "tpu_decode" or "tpu_prefill"; or "jax", jax's
+        ragged paged attention, which has no KV write.
     sizes: block sizes; of ours, kernel -> its sizes, where they are not to be those it would take;
         of jax's, pages and queries of a block.
     """
@@ -113,7 +114,10 @@ def schedules(chip: Chip, case: Case, program: Program) -> dict[str, Bundles]:
         RuntimeError: the compiler refused, in its words.
     """
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        flags = (
+            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra"
+        )
         arguments = json.dumps([chip.name, vars(case), program.kernel, dict(program.sizes)])
         child = subprocess.run(
             [sys.executable, __file__, arguments],
@@ -174,17 +178,30 @@ def _compile(chip: Chip, case: Case, program: Program) -> None:
     """Compiles in this process, for what libtpu writes while it does."""
     from pallas_kernels.aot import compile_for
 
-    build = _build_ours if program.kernel == "ours" else _build_jax
-    fn, arguments = build(chip, case, program.sizes)
+    if program.kernel == "jax":
+        fn, arguments = _build_jax(chip, case, program.sizes)
+    else:
+        fn, arguments = _build_ours(chip, case, program)
     compile_for(chip, fn, *arguments)
 
 
-def _build_ours(chip: Chip, case: Case, sizes: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def _build_ours(chip: Chip, case: Case, program: Program) -> tuple[Any, tuple[Any, ...]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.ragged_paged_attention import AttentionCall, KVCacheLayout, tpu
+    from pallas_kernels.ragged_paged_attention import (
+        AttentionCall,
+        KVCacheLayout,
+        tpu,
+        tpu_decode,
+        tpu_prefill,
+    )
     from pallas_kernels.tuning import forced_sizes
+
+    # One kernel alone: the other one leaves everything as it is.
+    others = {"tpu_decode": (tpu_prefill, "prefill"), "tpu_prefill": (tpu_decode, "decode")}
+    if program.kernel in others:
+        setattr(*others[program.kernel], lambda call, out, kv_cache: (out, kv_cache))
 
     layout = KVCacheLayout.for_platform(
         "tpu", 2, case.num_kv_heads, case.head_dim, case.dtype, case.page_size
@@ -192,7 +209,7 @@ def _build_ours(chip: Chip, case: Case, sizes: Mapping[str, Any]) -> tuple[Any, 
 
     def call(kv_cache: Any, *arrays: Any) -> Any:
         q, k, v, *rest = arrays
-        with forced_sizes(sizes):
+        with forced_sizes(program.sizes):
             return tpu.ragged_paged_attention(
                 *(q, k, v, kv_cache, *rest),
                 call=AttentionCall(layout, chip, case.num_heads, q.dtype),
@@ -237,11 +254,12 @@ def _shapes(case: Case) -> tuple[Any, Any, Any, Any]:
     import jax.numpy as jnp
 
     pages_per_row = -(-case.kv_len // case.page_size)
-    ints = ((MAX_ROWS,), (MAX_ROWS, pages_per_row), (MAX_ROWS + 1,))
     q = (case.num_tokens, case.num_heads, case.head_dim)
     return (
         jax.ShapeDtypeStruct(q, jnp.dtype(case.dtype)),
-        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ints),
+        jax.ShapeDtypeStruct((MAX_ROWS,), jnp.int32),
+        jax.ShapeDtypeStruct((MAX_ROWS, pages_per_row), jnp.int32),
+        jax.ShapeDtypeStruct((MAX_ROWS + 1,), jnp.int32),
     )
 
 

@@ -8,7 +8,7 @@ needed, and nothing was measured on one: stalls are not in the figures.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tpu_bundles import Execution, LoopFigures
 from tpu_programs import (
@@ -94,41 +94,43 @@ def model(chip: Chip, case: Case, program: Program) -> Modelled:
 def rows_of(chip: Chip, case: Case, modelled: Modelled) -> dict[str, str]:
     """Label -> figure, as the table shows them."""
     loops = modelled.loops
-    page_bytes = case.page_size * case.token_bytes
-    pages_read = modelled.bytes_read / page_bytes
 
-    def each(values: Sequence[str]) -> str:
+    def each(values: Iterable[str]) -> str:
         return " | ".join(values)
 
-    live = case.num_rows * case.kv_len * case.token_bytes / chip.hbm_bytes_per_s
-    return {
+    shown = {
         "cycles of the call": f"{modelled.cycles:,}",
-        "cycles a page read": f"{modelled.cycles / pages_read * chip.num_cores:,.0f}",
-        "inner loops: turns": each([f"{loop.turns:,}" for loop in loops]),
-        "inner loops: cycles a turn": each([f"{loop.cycles / loop.turns:,.0f}" for loop in loops]),
-        "inner loops: matrix units busy": each([f"{modelled.busy(loop):.0%}" for loop in loops]),
+        "inner loops: turns": each(f"{loop.turns:,}" for loop in loops),
+        "inner loops: cycles a turn": each(f"{loop.cycles / loop.turns:,.0f}" for loop in loops),
+        "inner loops: matrix units busy": each(f"{modelled.busy(loop):.0%}" for loop in loops),
         "inner loops: fills, spills a turn": each(
-            [f"{loop.fills / loop.turns:,.0f}, {loop.spills / loop.turns:,.0f}" for loop in loops]
+            f"{loop.fills / loop.turns:,.0f}, {loop.spills / loop.turns:,.0f}" for loop in loops
         ),
-        "useful products / peak": f"{modelled.useful:.0%}",
         "MB read, written": f"{modelled.bytes_read / 1e6:,.1f}, "
         f"{modelled.bytes_moved('vmem', 'hbm') / 1e6:,.1f}",
         "bytes read / must be": f"{modelled.read_ratio:.3f}",
         "us of compute, of DMA": f"{modelled.compute_s * 1e6:,.0f}, {modelled.dma_s * 1e6:,.0f}",
         "bound by": "compute" if modelled.compute_s > modelled.dma_s else "memory",
-        "live KV bytes / bandwidth / time": f"{live / modelled.modelled_s:.0%}",
+    }
+    if case.q_len > 1:
+        return shown | {"useful products / peak": f"{modelled.useful:.0%}"}
+    pages = case.num_rows * case.kv_len / case.page_size
+    live_s = case.num_rows * case.kv_len * case.token_bytes / chip.hbm_bytes_per_s
+    return shown | {
+        "cycles a page, of one core": f"{modelled.cycles / pages * chip.num_cores:,.0f}",
+        "live KV bytes / bandwidth / time": f"{live_s / modelled.modelled_s:.0%}",
     }
 
 
 def _print_case(chip: Chip, name: str) -> None:
     case = CASES[name]
     core = CORES[chip.name]
-    dma_cycles = case.page_size * case.token_bytes / chip.hbm_bytes_per_s * clock_hz(chip)
+    page_s = case.page_size * case.token_bytes / (chip.hbm_bytes_per_s / chip.num_cores)
     print(f"\n{chip.name}, {name}: {case}")
     print(
         f"clock {clock_hz(chip) / 1e9:.3f} GHz = {chip.matmul_flops:.3g} peak bf16 op/s / "
         f"{chip.num_cores} cores / {core.flops} a cycle; {chip.hbm_bytes_per_s:.3g} B/s: "
-        f"the DMAs of a page take {dma_cycles:.0f} cycles"
+        f"the DMAs of a page take {page_s * clock_hz(chip):.0f} cycles"
     )
     sizes = jax_sizes(chip, case)
     titles = ("ours", f"jax's, {sizes['pages']} pages x {sizes['queries']} queries")
