@@ -24,16 +24,18 @@ from pallas_kernels.ragged_paged_attention.layout import KVCache, KVCacheLayout
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from pallas_kernels.ragged_paged_attention.tpu_common import LANES, MASKED, TpuCall
 
+_LOG2_E = math.log2(math.e)  # the softmax is to base 2
 _ROW_SLOTS = 4  # rows whose queries are on their way or in use: more than blocks are in flight
 _OUT_SLOTS = 2  # rows whose results are on their way out or being made
-_BLOCK_BYTES = 2**20  # of K in a block
+_BLOCK_S = 1.3e-6  # seconds that the DMAs of a block take
+_SHORT = LANES  # tokens of a block that is cheaper
 _UNROLL = 8  # pages in one turn of the loop that starts DMAs, rows in one that looks at rows
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
     """pages_per_block: pages that are computed with at a time.
-    num_buffers: blocks in VMEM, all but one of them on their way; 2 to 4.
+    num_buffers: blocks in VMEM, all but two of them on their way; 3 to 5.
     chunk: tokens of a block in one product.
     """
 
@@ -43,17 +45,20 @@ class BlockSizes:
 
 
 def block_sizes(call: AttentionCall) -> BlockSizes:
-    """Tuned ones, else blocks of `_BLOCK_BYTES` of K, as far as VMEM has room for them."""
+    """Tuned ones, else blocks that take the memory `_BLOCK_S`, as far as VMEM has room."""
     tuned = call.tuned_sizes("tpu_decode")
     if tuned is not None:
         return BlockSizes(**tuned)
-    layout, num_buffers = call.layout, 3
-    token_bytes = layout.token_width * layout.storage_dtype.itemsize
-    room = vmem_limit(call.chip) // 2 // (2 * num_buffers * token_bytes)
-    tokens = min(_BLOCK_BYTES // token_bytes, 2048, room)
-    unit = LANES // math.gcd(LANES, layout.page_size)  # pages of whole lanes of scores
-    pages = max(tokens // (layout.page_size * unit), 1) * unit
-    return BlockSizes(pages, num_buffers, math.gcd(pages * layout.page_size, 256))
+    layout, chip, num_buffers = call.layout, call.chip, 4
+    token_bytes = 2 * layout.token_width * layout.storage_dtype.itemsize
+    room = vmem_limit(chip) // 2 // (num_buffers * token_bytes)
+    tokens = min(int(_BLOCK_S * chip.hbm_bytes_per_s / chip.num_cores) // token_bytes, 2048, room)
+    size = layout.page_size
+    for chunk in (2 * LANES, LANES):  # a block is some chunks and some pages
+        unit = math.lcm(chunk, size)
+        if tokens >= unit:
+            return BlockSizes(tokens // unit * unit // size, num_buffers, chunk)
+    return BlockSizes(math.lcm(LANES, size) // size, num_buffers, LANES)
 
 
 def vmem_limit(chip: Chip) -> int:
@@ -92,8 +97,10 @@ class _Refs(NamedTuple):
     write_buffer: Any  # [_OUT_SLOTS, 2, tokens of a tile, X] VMEM
     wide_q: Any  # [N, X] compute dtype VMEM
     acc: Any  # [N, X] f32 VMEM
-    peak: Any  # [N, 128] f32 VMEM
-    total: Any  # [N, 128] f32 VMEM: its lanes' sum is the total
+    weights: Any  # [N, tokens of a block] compute dtype VMEM
+    peak: Any  # [N, 128] f32 VMEM, the same in all lanes
+    fade: Any  # [N, 128] f32 VMEM: what becomes of sums of earlier blocks
+    total: Any  # [2, N, 128] f32 VMEM: its lanes' sum is the total
     table: Any  # [2, C, 128] i32 SMEM
     rows: Any  # [R] i32 SMEM: the rows of one new token, as many as there are
     last_page: Any  # [num_buffers] i32 SMEM: id of the last page in each buffer
@@ -115,11 +122,20 @@ class _Row(NamedTuple):
 
 
 class _Cursor(NamedTuple):
-    """The next block to fetch: of which decode row, which of its blocks, into which buffer."""
+    """A block: of which decode row, which of its blocks, and the buffer for it."""
 
     row: Int32[Array, ""]
     block: Int32[Array, ""]
     buffer: Int32[Array, ""]
+
+
+class _Pending(NamedTuple):
+    """A block whose weights are known, but have not met its values yet."""
+
+    row: Int32[Array, ""]
+    buffer: Int32[Array, ""]
+    is_last: Int32[Array, ""]  # of its row
+    is_short: Int32[Array, ""]  # no tokens after the first `_SHORT`; so it is the last
 
 
 class _Kernel(NamedTuple):
@@ -169,7 +185,10 @@ def decode(
 
     ones = jnp.ones(num_heads, jnp.float32)
     others = [ones if array is None else array for array in (tpu.out_factors, tpu.sinks)]
-    heads = jnp.stack([tpu.score_factors, *others])
+    if tpu.sinks is not None:
+        others[1] = tpu.sinks * _LOG2_E
+    factor = _LOG2_E if call.soft_cap is None else 1 / call.soft_cap
+    heads = jnp.stack([tpu.score_factors * factor, *others])
     heads = jnp.broadcast_to(heads[:, :, None], (*heads.shape, LANES))
     starts = jnp.clip(tpu.cu_q_lens[:-1], 0, tpu.q.shape[0] - 1)
     kv_new = jnp.stack([_repeat_bits(tpu.k_new[starts]), _repeat_bits(tpu.v_new[starts])], axis=1)
@@ -197,8 +216,10 @@ def decode(
                 pltpu.VMEM((_OUT_SLOTS, 2, _tile_rows(layout), width), layout.storage_dtype),
                 pltpu.VMEM((num_heads, width), common.compute_dtype(call)),
                 pltpu.VMEM((num_heads, width), jnp.float32),
+                pltpu.VMEM((num_heads, tokens), common.compute_dtype(call)),
                 pltpu.VMEM((num_heads, LANES), jnp.float32),
                 pltpu.VMEM((num_heads, LANES), jnp.float32),
+                pltpu.VMEM((2, num_heads, LANES), jnp.float32),
                 pltpu.SMEM((2, *table), jnp.int32),
                 pltpu.SMEM((num_rows,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
@@ -246,14 +267,25 @@ def _kernel(*args_ref: Any, call: AttentionCall, sizes: BlockSizes) -> None:
 
     jax.lax.fori_loop(0, refs.v_buffer.shape[1] // LANES, clear, None)
 
+    for ref in (refs.weights, refs.fade, refs.acc):
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
     @pl.when(mine > 0)
     def _() -> None:
-        _table_copies(kernel, jnp.int32(0), lambda copy: copy.start())
-        cursor = _Cursor(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-        for _ahead in range(sizes.num_buffers - 1):
-            cursor = _fetch(kernel, cursor)
-        first = (cursor, jnp.int32(0))
-        jax.lax.fori_loop(0, mine, functools.partial(_attend_row, kernel), first)
+        zero = jnp.int32(0)
+        _table_copies(kernel, zero, lambda copy: copy.start())
+        first = fetch = _Cursor(zero, zero, zero)
+        for _ahead in range(sizes.num_buffers - 2):
+            fetch = _fetch(kernel, fetch)
+        pending = _Pending(zero, jnp.int32(sizes.num_buffers - 1), zero, zero)
+        state = jax.lax.while_loop(
+            lambda state: state[1].row < mine,
+            functools.partial(_turn, kernel),
+            (fetch, first, pending),
+        )
+        pending = state[2]
+        _add_values(kernel, pending.buffer, refs.weights.shape[1])
+        _finish_row(kernel, pending.row)
         for slot in range(_OUT_SLOTS):
 
             @pl.when(mine > slot)
@@ -344,16 +376,17 @@ def _fetch(kernel: _Kernel, cursor: _Cursor) -> _Cursor:
         jax.lax.fori_loop(turns * unroll, num_pages, one, None)
         refs.last_page[buffer] = common.page_id(table, first + num_pages - 1)
 
-    is_last = block + 1 >= row.num_blocks
+    return _next(kernel, cursor, row)
+
+
+def _next(kernel: _Kernel, cursor: _Cursor, row: _Row) -> _Cursor:
+    """The block after one of `row`."""
+    is_last = cursor.block + 1 >= row.num_blocks
     return _Cursor(
-        jnp.where(is_last, i + 1, i),
-        jnp.where(is_last, 0, block + 1),
-        _next_buffer(kernel, buffer),
+        jnp.where(is_last, cursor.row + 1, cursor.row),
+        jnp.where(is_last, 0, cursor.block + 1),
+        jnp.where(cursor.buffer == kernel.sizes.num_buffers - 1, 0, cursor.buffer + 1),
     )
-
-
-def _next_buffer(kernel: _Kernel, buffer: Int32[Array, ""]) -> Int32[Array, ""]:
-    return jnp.where(buffer == kernel.sizes.num_buffers - 1, 0, buffer + 1)
 
 
 def _wait_block(kernel: _Kernel, buffer: Int32[Array, ""], num_pages: Int32[Array, ""]) -> None:
@@ -378,54 +411,66 @@ def _wait_block(kernel: _Kernel, buffer: Int32[Array, ""], num_pages: Int32[Arra
         jax.lax.fori_loop(0, num_pages, one, None)
 
 
-def _attend_row(
-    kernel: _Kernel, i: Int32[Array, ""], state: tuple[_Cursor, Int32[Array, ""]]
-) -> tuple[_Cursor, Int32[Array, ""]]:
-    """The i-th decode row; `state` is the block to fetch next and the buffer to compute with."""
-    refs, row = kernel.refs, kernel.row(i)
-    for copy in _row_copies(kernel, i, row):
-        copy.wait()
-    slot = i & (_OUT_SLOTS - 1)
+def _turn(
+    kernel: _Kernel, state: tuple[_Cursor, _Cursor, _Pending]
+) -> tuple[_Cursor, _Cursor, _Pending]:
+    """Starts one block's DMAs, weighs another's keys and adds up the values of the one before that.
 
-    @pl.when(i >= _OUT_SLOTS)
+    The last two do not wait for each other, so the matrix units work on one while the vector units
+    work on the other.
+    """
+    fetch, here, pending = state
+    i, block, buffer = here
+    row = kernel.row(i)
+    fetch = _fetch(kernel, fetch)
+    num_pages = kernel.pages_in_block(row, block)
+    start = (row.first_page + block * kernel.sizes.pages_per_block) * kernel.layout.page_size
+    is_last = block == row.num_blocks - 1
+    is_short = (row.kv_len - start <= _SHORT).astype(jnp.int32)
+
+    @pl.when(block == 0)
     def _() -> None:
-        _wait_results(kernel, slot)
+        _start_row(kernel, i, row)
 
-    _start_softmax(kernel, i)
+    _wait_block(kernel, buffer, num_pages)
 
-    def one(
-        block: Int32[Array, ""], state: tuple[_Cursor, Int32[Array, ""]]
-    ) -> tuple[_Cursor, Int32[Array, ""]]:
-        cursor, buffer = state
-        num_pages = kernel.pages_in_block(row, block)
-        cursor = _fetch(kernel, cursor)
-        _wait_block(kernel, buffer, num_pages)
-        start = (row.first_page + block * kernel.sizes.pages_per_block) * kernel.layout.page_size
+    @pl.when(is_last)
+    def _() -> None:
+        _write_token(kernel, i, row.kv_len - 1 - start, num_pages, buffer)
 
-        @pl.when(block == row.num_blocks - 1)
+    def attend(tokens: int) -> None:
+        # In this order the matrix units have work while the scores become weights.
+        scores = _scores(kernel, buffer, row, start, tokens)
+        _add_values(kernel, pending.buffer, tokens)
+        _set_weights(kernel, here, scores)
+
+    are_short = (is_short & pending.is_short) == 1
+
+    @pl.when(are_short)
+    def _() -> None:
+        attend(_SHORT)
+        _finish_row(kernel, pending.row)
+
+    @pl.when(~are_short)
+    def _() -> None:
+        attend(kernel.refs.weights.shape[1])
+
+        @pl.when(pending.is_last == 1)
         def _() -> None:
-            _write_token(kernel, i, row.kv_len - 1 - start, num_pages, buffer)
+            _finish_row(kernel, pending.row)
 
-        chunk = kernel.sizes.chunk
-        is_short = row.kv_len - start <= chunk
+    pending = _Pending(i, buffer, is_last.astype(jnp.int32), is_short)
+    return fetch, _next(kernel, here, row), pending
 
-        @pl.when(is_short)
-        def _() -> None:
-            _attend_block(kernel, row, start, buffer, chunk)
 
-        @pl.when(~is_short)
-        def _() -> None:
-            _attend_block(kernel, row, start, buffer, refs.k_buffer.shape[1])
-
-        return cursor, _next_buffer(kernel, buffer)
-
-    state = jax.lax.fori_loop(0, row.num_blocks, one, state)
-    refs.out_buffer[slot] = _result(kernel).astype(refs.out_buffer.dtype)
-    token = refs.cu_q_lens[row.id]
+def _finish_row(kernel: _Kernel, i: Int32[Array, ""]) -> None:
+    """Sends the output of the i-th decode row on its way."""
+    refs, slot = kernel.refs, i & (_OUT_SLOTS - 1)
+    refs.out_buffer[slot] = _result(kernel, i).astype(refs.out_buffer.dtype)
+    token = refs.cu_q_lens[kernel.row(i).id]
     pltpu.make_async_copy(
         refs.out_buffer.at[slot], refs.out.at[token], refs.out_sems.at[slot]
     ).start()
-    return state
 
 
 def _wait_results(kernel: _Kernel, slot: int | Int32[Array, ""]) -> None:
@@ -436,9 +481,16 @@ def _wait_results(kernel: _Kernel, slot: int | Int32[Array, ""]) -> None:
         pltpu.make_async_copy(place, place, sem.at[slot]).wait()
 
 
-def _start_softmax(kernel: _Kernel, i: Int32[Array, ""]) -> None:
+def _start_row(kernel: _Kernel, i: Int32[Array, ""], row: _Row) -> None:
     """Spreads the queries of the i-th decode row over their KV heads' lanes; nothing seen yet."""
     refs, layout = kernel.refs, kernel.layout
+    for copy in _row_copies(kernel, i, row):
+        copy.wait()
+
+    @pl.when(i >= _OUT_SLOTS)
+    def _() -> None:
+        _wait_results(kernel, i & (_OUT_SLOTS - 1))
+
     q = refs.q_buffer[i & (_ROW_SLOTS - 1)].astype(jnp.float32)
     num_heads, head_dim = q.shape
     padded = layout.padded_head_dim
@@ -452,13 +504,9 @@ def _start_softmax(kernel: _Kernel, i: Int32[Array, ""]) -> None:
         is_own = lane_head == common.kv_head_of_rows(num_heads, layout.num_kv_heads, shape)
         part = q[:, at % q.shape[1] :][:, :LANES]
         refs.wide_q[:, at : at + LANES] = jnp.where(is_own, part, 0).astype(refs.wide_q.dtype)
-    refs.acc[...] = jnp.zeros_like(refs.acc)
-    if kernel.call.has_sinks:
-        refs.peak[...] = refs.heads[2]
-        refs.total[...] = jnp.full_like(refs.total, 1 / LANES)
-    else:
-        refs.peak[...] = jnp.full_like(refs.peak, MASKED)
-        refs.total[...] = jnp.zeros_like(refs.total)
+    has_sinks = kernel.call.has_sinks
+    refs.peak[...] = refs.heads[2] if has_sinks else jnp.full(refs.peak.shape, MASKED)
+    refs.total[i & 1] = jnp.full(refs.peak.shape, 1 / LANES if has_sinks else 0.0)
 
 
 def _write_token(
@@ -527,50 +575,87 @@ def _word_masks(
     return is_new, is_later
 
 
-def _attend_block(
-    kernel: _Kernel, row: _Row, start: Int32[Array, ""], buffer: Int32[Array, ""], tokens: int
-) -> None:
-    """One turn of the running softmax, over the `tokens` from `start` on, which a buffer holds."""
-    refs, call, layout = kernel.refs, kernel.call, kernel.layout
-    chunk = kernel.sizes.chunk
-    dtype = common.compute_dtype(call)
-    dot = functools.partial(
-        jax.lax.dot_general,
-        precision=common.precision(dtype),
-        preferred_element_type=jnp.float32,
-    )
-    factor = refs.heads[0, :, :1]
-
+def _scores(
+    kernel: _Kernel, buffer: Int32[Array, ""], row: _Row, start: Int32[Array, ""], tokens: int
+) -> list[Float32[Array, "N c"]]:
+    """Scores, to base 2, of the first `tokens` of a block that begins at `start`, by chunk."""
+    refs, call = kernel.refs, kernel.call
     scores = []
-    for at in range(0, tokens, chunk):
-        keys = common.dequantize(refs.k_buffer[buffer, at : at + chunk, :], layout, dtype)
-        part = dot(refs.wide_q[...], keys, (((1,), (1,)), ((), ()))) * factor
+    for at, end in _chunks(kernel, tokens):
+        keys = _elements(kernel, refs.k_buffer, buffer, at, end)
+        part = _dot(refs.wide_q[...], keys, rhs_axis=1) * refs.heads[0, :, :1]
         if call.soft_cap is not None:
-            part = call.soft_cap * jnp.tanh(part / call.soft_cap)
+            part = jnp.tanh(part) * (call.soft_cap * _LOG2_E)
         position = start + at + jax.lax.broadcasted_iota(jnp.int32, part.shape, 1)
         is_seen = position < row.kv_len
         if call.sliding_window is not None:
             is_seen &= position >= row.kv_len - call.sliding_window
         scores.append(jnp.where(is_seen, part, MASKED))
+    return scores
 
-    peak = refs.peak[:, :1]
-    new_peak = peak
+
+def _set_weights(kernel: _Kernel, here: _Cursor, scores: list[Float32[Array, "N c"]]) -> None:
+    """Makes scores of the first tokens of a block its weights, zero for the other tokens."""
+    refs = kernel.refs
+    old_peak = refs.peak[...]
+    peaks = functools.reduce(jnp.maximum, [old_peak, *_lane_tiles(scores)])
+    peak = jnp.max(peaks, axis=1, keepdims=True)
+    fade = jnp.exp2(old_peak - peak)
+    slot, end = here.row & 1, 0
+    total = refs.total[slot] * fade
     for part in scores:
-        new_peak = jnp.maximum(new_peak, jnp.max(part, axis=1, keepdims=True))
-    faded = jnp.exp(peak - new_peak)
-    total, acc = refs.total[...] * faded, refs.acc[...] * faded
-    for part, at in zip(scores, range(0, tokens, chunk), strict=True):
-        weights = jnp.exp(part - new_peak)
-        for lanes in range(0, chunk, LANES):
-            total += weights[:, lanes : lanes + LANES]
-        values = common.dequantize(refs.v_buffer[buffer, at : at + chunk, :], layout, dtype)
-        acc += dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())))
-    refs.peak[...] = jnp.broadcast_to(new_peak, refs.peak.shape)
-    refs.total[...] = total
+        weights = jnp.exp2(part - peak)
+        total = functools.reduce(jnp.add, _lane_tiles([weights]), total)
+        at, end = end, end + part.shape[1]
+        refs.weights[:, at:end] = weights.astype(refs.weights.dtype)
+    if end < refs.weights.shape[1]:
+        shape = (fade.shape[0], refs.weights.shape[1] - end)
+        refs.weights[:, end:] = jnp.zeros(shape, refs.weights.dtype)
+    refs.peak[...] = jnp.broadcast_to(peak, fade.shape)
+    refs.fade[...] = jnp.where(here.block == 0, 0, fade)
+    refs.total[slot] = total
+
+
+def _add_values(kernel: _Kernel, buffer: Int32[Array, ""], tokens: int) -> None:
+    """Multiplies the weights with the first `tokens` values of their block, and adds them up."""
+    refs = kernel.refs
+    acc = refs.acc[...] * refs.fade[:, :1]
+    for at, end in _chunks(kernel, tokens):
+        values = _elements(kernel, refs.v_buffer, buffer, at, end)
+        acc += _dot(refs.weights[:, at:end], values, rhs_axis=0)
     refs.acc[...] = acc
 
 
-def _result(kernel: _Kernel) -> Float32[Array, "N H"]:
+def _chunks(kernel: _Kernel, tokens: int) -> list[tuple[int, int]]:
+    chunk = min(kernel.sizes.chunk, tokens)
+    return [(at, at + chunk) for at in range(0, tokens, chunk)]
+
+
+def _elements(
+    kernel: _Kernel, block_ref: Any, buffer: Int32[Array, ""], at: int, end: int
+) -> Float[Array, "c X"]:
+    """One chunk of a block, ready to be multiplied."""
+    elements = block_ref[buffer, at:end, :]
+    return common.dequantize(elements, kernel.layout, common.compute_dtype(kernel.call))
+
+
+def _dot(
+    lhs: Float[Array, "N c"], rhs: Float[Array, "a b"], rhs_axis: int
+) -> Float32[Array, "N d"]:
+    return jax.lax.dot_general(
+        lhs,
+        rhs,
+        (((1,), (rhs_axis,)), ((), ())),
+        precision=common.precision(lhs.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _lane_tiles(parts: list[Float32[Array, "N c"]]) -> list[Float32[Array, "N 128"]]:
+    return [p[:, at : at + LANES] for p in parts for at in range(0, p.shape[1], LANES)]
+
+
+def _result(kernel: _Kernel, i: Int32[Array, ""]) -> Float32[Array, "N H"]:
     """The finished output of the row: of each query head, the part of its own KV head's values."""
     refs, layout = kernel.refs, kernel.layout
     num_heads = refs.acc.shape[0]
@@ -583,8 +668,8 @@ def _result(kernel: _Kernel) -> Float32[Array, "N H"]:
         is_own = kv_head // heads_per_tile == tile
         own = jnp.where(is_own, refs.acc[:, tile * width : (tile + 1) * width], own)
     out = own[:, : layout.head_dim]
-    for i in range(1, heads_per_tile):
-        is_own = kv_head[:, : layout.head_dim] % heads_per_tile == i
-        out = jnp.where(is_own, own[:, i * padded :][:, : layout.head_dim], out)
-    out = out / jnp.sum(refs.total[...], axis=1, keepdims=True)
+    for place in range(1, heads_per_tile):
+        is_own = kv_head[:, : layout.head_dim] % heads_per_tile == place
+        out = jnp.where(is_own, own[:, place * padded :][:, : layout.head_dim], out)
+    out = out / jnp.sum(refs.total[i & 1], axis=1, keepdims=True)
     return out * refs.heads[1, :, :1] if kernel.call.has_scales else out

@@ -31,7 +31,7 @@ def simulate() -> Iterator[None]:
         pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)),
     ):
         patch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
-        patch.setattr(tpu_decode, "_BLOCK_BYTES", 0)
+        patch.setattr(tpu_decode, "_BLOCK_S", 0)
         patch.setattr(tpu_prefill, "PrefillSizes", lambda: prefill_sizes(16, LANES))
         try:
             yield
