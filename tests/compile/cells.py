@@ -157,27 +157,28 @@ LEVELS: Mapping[str, Sequence[Any]] = {
 def pairwise() -> list[Cell]:
     """Few cells in which each level of a feature meets each level of every other feature.
 
-    Greedy: a cell begins with a pair that no cell has yet, and takes of every further feature the
-    level that adds most pairs.
+    But heads, of which there are most, meet not every chip but both platforms. Greedy: a cell
+    begins with a pair that no cell has yet, and takes of every further feature the level that adds
+    most pairs.
     """
-    pairs = [
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(LEVELS, 2)
-        for i, j in itertools.product(range(len(LEVELS[a])), range(len(LEVELS[b])))
-    ]
-    met: set[tuple[tuple[str, int], tuple[str, int]]] = set()
+    met: set[frozenset[tuple[str, object]]] = set()
     cells = []
-    for pair in pairs:
-        if pair in met:
-            continue
-        choice = dict(pair)
-        for name, levels in LEVELS.items():
-            if name not in choice:
-                num_new = [len(_pairs(choice | {name: i}) - met) for i in range(len(levels))]
-                choice[name] = num_new.index(max(num_new))
-        met |= _pairs(choice)
-        cells.append(Cell(**{name: LEVELS[name][i] for name, i in choice.items()}))
+    for a, b in itertools.combinations(LEVELS, 2):
+        for i, j in itertools.product(range(len(LEVELS[a])), range(len(LEVELS[b]))):
+            choice = {a: i, b: j}
+            if not _pairs(choice) <= met:
+                cells.append(_complete(choice, met))
     return cells
+
+
+def _complete(choice: dict[str, int], met: set[frozenset[tuple[str, object]]]) -> Cell:
+    """A cell with these levels; adds its pairs to those that are met."""
+    for name, levels in LEVELS.items():
+        if name not in choice:
+            num_new = [len(_pairs(choice | {name: i}) - met) for i in range(len(levels))]
+            choice[name] = num_new.index(max(num_new))
+    met |= _pairs(choice)
+    return Cell(**{name: LEVELS[name][i] for name, i in choice.items()})
 
 
 def one_by_one() -> list[Cell]:
@@ -192,6 +193,12 @@ def one_by_one() -> list[Cell]:
     return list(dict.fromkeys(cells))
 
 
-def _pairs(choice: Mapping[str, int]) -> set[tuple[tuple[str, int], tuple[str, int]]]:
-    chosen = [(name, choice[name]) for name in LEVELS if name in choice]
-    return set(itertools.combinations(chosen, 2))
+def _pairs(choice: Mapping[str, int]) -> set[frozenset[tuple[str, object]]]:
+    """The pairs of levels in a choice, which may not have all features."""
+    pairs = set()
+    for a, b in itertools.combinations(choice, 2):
+        levels: dict[str, object] = {a: choice[a], b: choice[b]}
+        if levels.keys() == {"chip", "heads"}:
+            levels["chip"] = COMPILED_CHIPS[LEVELS["chip"][choice["chip"]]].platform
+        pairs.add(frozenset(levels.items()))
+    return pairs

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 _NUM_PROCESSES = 2
-_LIMIT_S = 300
+_LIMIT_S = 600
 _NUM_LAST_WORDS = 2000
 
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from pallas_kernels.aot import COMPILED_CHIPS
 from pallas_kernels.ragged_paged_attention import AUTO_ORDER, explain
 from tests.compile import hlo
 from tests.compile.cells import LEVELS, Cell, one_by_one, pairwise
@@ -19,8 +20,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     is_fast = metafunc.config.getoption("fast", default=False)
     cells = list(dict.fromkeys([*pairwise(), *(() if is_fast else one_by_one())]))
-    # With half as many pages too: every cell, or the first of each chip.
-    twice = {cell.chip: cell for cell in reversed(cells)}.values() if is_fast else cells
+    # With half as many pages too: every cell, or the first of a chip of each platform.
+    first = {cell.chip: cell for cell in reversed(cells)}
+    twice = [first["v6e"], first["h100"]] if is_fast else cells
     jobs = [
         (cell, dataclasses.replace(cell, cache_share=0.5)) if cell in twice else (cell,)
         for cell in cells
@@ -52,6 +54,11 @@ def test_compiles_and_copies_no_cache(
 
 def test_the_fast_subset_has_every_pair():
     cells = [dataclasses.asdict(cell) for cell in pairwise()]
-    for a, b in itertools.combinations(LEVELS, 2):
-        for pair in itertools.product(LEVELS[a], LEVELS[b]):
+    for cell in cells:
+        cell["platform"] = COMPILED_CHIPS[cell["chip"]].platform
+    levels = {**LEVELS, "platform": ("tpu", "gpu")}
+    for a, b in itertools.combinations(levels, 2):
+        if {a, b} in ({"chip", "heads"}, {"chip", "platform"}):
+            continue
+        for pair in itertools.product(levels[a], levels[b]):
             assert any((cell[a], cell[b]) == pair for cell in cells), (a, b, pair)
