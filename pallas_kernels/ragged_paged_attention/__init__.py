@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.chips import Chip
-from pallas_kernels.ragged_paged_attention import reference, xla
+from pallas_kernels.ragged_paged_attention import gpu, reference, xla
 from pallas_kernels.ragged_paged_attention.layout import (
     QUANTIZED_DTYPES,
     KVCache,
@@ -59,12 +59,16 @@ class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
         ...
 
 
-IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {"xla": xla, "reference": reference}
+IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {
+    "gpu": gpu,
+    "xla": xla,
+    "reference": reference,
+}
 
 # What "auto" tries on each platform, best first.
 AUTO_ORDER = {
     "cpu": ("xla", "reference"),
-    "gpu": ("xla", "reference"),
+    "gpu": ("gpu", "xla", "reference"),
     "tpu": ("xla", "reference"),
 }
 

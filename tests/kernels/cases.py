@@ -101,6 +101,9 @@ SIMULATED_CONFIGS = {
     ),
     "gqa4-h128-page256": Config(4, 1, 128, 256, "bfloat16", "bfloat16", pages_per_row=2),
     "everything": Config(8, 4, 80, 16, "float32", "int8", 11, 3.0, True, True),
+    "everything-e4m3-bf16": Config(
+        8, 4, 80, 16, "bfloat16", "float8_e4m3fn", 40, 3.0, True, True, pages_per_row=9
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Runs a case through an implementation and compares everything the contract promises."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,8 +14,14 @@ from jaxtyping import Float, Shaped
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCache, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.layout import from_logical, to_logical
+from tests.kernels import gpu_simulator, tpu_simulator
 from tests.kernels.cases import Case, Config
 from tests.kernels.oracle import Expected
+
+# The context in which a CPU runs an implementation that is not in plain JAX.
+SIMULATORS = {"gpu": gpu_simulator.simulate, "tpu": tpu_simulator.simulate}
+# Simulated operations take milliseconds, whatever compiles them.
+_FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # How often each (implementation, config) was traced.
 num_traces: collections.Counter[tuple[str, Config]] = collections.Counter()
@@ -33,13 +40,22 @@ class Result:
 def _compiled(
     implementation: str, config: Config, scale: float
 ) -> Callable[..., tuple[jax.Array, KVCache]]:
-    @functools.partial(jax.jit, donate_argnames="kv_cache")
+    is_simulated = implementation in SIMULATORS
+    chip = CHIPS[config.chip]
+    if is_simulated:  # the simulator runs one thread block after the other
+        chip = dataclasses.replace(chip, num_cores=min(chip.num_cores, 2))
+
+    @functools.partial(
+        jax.jit,
+        donate_argnames="kv_cache",
+        compiler_options=_FAST_COMPILE if is_simulated else None,
+    )
     def call(kv_cache: KVCache, **arrays: jax.Array | None) -> tuple[jax.Array, KVCache]:
         num_traces[implementation, config] += 1
         return ragged_paged_attention(
             kv_cache=kv_cache,
             layout=config.layout,
-            chip=CHIPS[config.chip],
+            chip=chip,
             scale=scale,
             sliding_window=config.sliding_window,
             soft_cap=config.soft_cap,
@@ -69,7 +85,8 @@ def run(implementation: str, case: Case) -> Result:
         v_scale=case.v_scale,
     )
     call = _compiled(implementation, case.config, case.options.scale)
-    out, kv_cache = call(kv_cache, **jax.tree.map(jnp.asarray, arrays))
+    with SIMULATORS.get(implementation, contextlib.nullcontext)():
+        out, kv_cache = jax.block_until_ready(call(kv_cache, **jax.tree.map(jnp.asarray, arrays)))
     assert donated.is_deleted(), "the donated cache was copied, not updated in place"
     k, v = to_logical(layout, kv_cache)
     return Result(np.asarray(out), np.asarray(k), np.asarray(v))
