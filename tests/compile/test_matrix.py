@@ -34,7 +34,7 @@ def test_compiles_and_copies_no_cache(
     compilers: Compilers, table: list[str], jobs: tuple[Cell, ...]
 ) -> None:
     explanation = explain(jobs[0].call)
-    best, *_ = AUTO_ORDER[jobs[0].call.chip.platform]
+    assert explanation.chosen in _expected(jobs[0]), explanation
     temp_sizes = set()
     for cell in jobs:
         result = compilers.submit(cell).result()
@@ -49,7 +49,21 @@ def test_compiles_and_copies_no_cache(
         temp_sizes.add(result.temp_bytes)
     assert len(temp_sizes) == 1, f"temporary bytes depend on the number of pages: {temp_sizes}"
     table.append(f"{jobs[0]}: {explanation}; {temp_sizes.pop()} B temporary; {result.kernels}")
-    assert explanation.chosen == best
+
+
+def _expected(cell: Cell) -> tuple[str, ...]:
+    """The implementations that a cell may get.
+
+    TPUs have a kernel for all of it, Hopper GPUs for all but float32. Older and newer GPUs have one
+    for what their matrix instructions take; the table says why not for the rest.
+    """
+    chip = cell.call.chip
+    best, second, *_ = AUTO_ORDER[chip.platform]
+    if chip.platform == "tpu":
+        return (best,)
+    if cell.dtypes[0] == "float32":
+        return (second,)
+    return (best,) if chip.capability == (9, 0) else (best, second)
 
 
 def test_the_fast_subset_has_every_pair():
