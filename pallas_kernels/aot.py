@@ -16,10 +16,11 @@ cannot address, operations that it lacks. One program at a time in a process: XL
 libtpu's, are read when its compiler is first used.
 """
 
+import contextlib
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ def lower_for(
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     platform = "tpu" if chip.platform == "tpu" else "cuda"
     # Pallas lowers for the chip of the mesh that it is traced and lowered under.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _mosaic_lowers_for(chip):
         return jitted.trace(*placed).lower(lowering_platforms=(platform,))
 
 
@@ -137,6 +138,22 @@ def compile_for(
     Whatever the compiler refuses is raised in its own words.
     """
     return lower_for(chip, fn, *args, mesh=mesh).compile()
+
+
+@contextlib.contextmanager
+def _mosaic_lowers_for(chip: Chip) -> Iterator[None]:
+    """Mosaic GPU takes every device that only compiles for a Hopper: it is told the capability."""
+    if chip.platform != "gpu":
+        yield
+        return
+    from jax.experimental.mosaic.gpu import utils
+
+    infer = utils._infer_arch
+    utils._infer_arch = lambda: chip.capability
+    try:
+        yield
+    finally:
+        utils._infer_arch = infer
 
 
 def _is_installed(module: str) -> bool:
