@@ -39,7 +39,7 @@ _PRODUCER = _NUM_CONSUMERS
 _NO_PEAK = -1e30  # of a row that has seen nothing; finite, as inf - inf is NaN
 _LOG2E = math.log2(math.e)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number a matrix row
-_REGISTERS = {False: (216, 72), True: (208, 88)}  # is 8-bit -> a consumer's and the producer's
+_REGISTERS = {False: (232, 40), True: (208, 88)}  # is 8-bit -> a consumer's and the producer's
 _RESERVED_BYTES = 4096  # barriers, and what the compiler reduces through
 
 
@@ -110,10 +110,9 @@ class _Static(NamedTuple):
         return self.call.soft_cap is not None or self.call.has_scales or self.scale <= 0
 
     @property
-    def column_chunks(self) -> list[tuple[int, int]]:
-        """Columns of the output that are multiplied at once: first, number."""
-        head_dim = self.call.layout.head_dim
-        return [(i, min(128, head_dim - i)) for i in range(0, head_dim, 128)]
+    def tile_columns(self) -> int:
+        """Columns of a tile of shared memory: as many 16-bit ones as can be swizzled."""
+        return plgpu.find_swizzle(self.call.layout.head_dim * 16) // 2
 
 
 class _Item(NamedTuple):
@@ -187,45 +186,41 @@ def _sinks_of_rows(
 
 def _scratch(static: _Static, dtype: np.dtype) -> dict[str, Any]:
     """Shared memory and barriers. A copy, and `barrier_arrive`, are one arrival."""
-    layout, sizes = static.call.layout, static.sizes
+    layout, sizes, columns = static.call.layout, static.sizes, static.tile_columns
     ring = (sizes.num_stages, sizes.context, layout.head_dim)
     num_arrivals = 1 if static.is_quantized else static.num_copies
-    ready = plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=sizes.num_stages)
     free = plgpu.Barrier(num_arrivals=_NUM_CONSUMERS, num_barriers=sizes.num_stages)
     scratch = {
         # A consumer's queries, and then its output.
-        "q_smem": _tiled((_NUM_CONSUMERS, _WARPGROUP_ROWS, layout.head_dim), dtype),
-        "k_smem": _tiled(ring, dtype),
-        "v_smem": _tiled(ring, dtype),
+        "q_smem": _tiled((_NUM_CONSUMERS, _WARPGROUP_ROWS, layout.head_dim), dtype, columns),
+        "k_smem": _tiled(ring, dtype, columns),
+        "v_smem": _tiled(ring, dtype, columns),
         "q_ready": plgpu.Barrier(num_barriers=_NUM_CONSUMERS),
-        "k_ready": ready,
-        "v_ready": ready,
+        "k_ready": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=sizes.num_stages),
+        # The last is for the values at the end of a context, which the producer itself awaits.
+        "v_ready": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=sizes.num_stages + 1),
         "k_free": free,
         "v_free": free,
         "turn": plgpu.Barrier(num_barriers=_NUM_CONSUMERS),
-        "v_arrived": plgpu.Barrier(num_arrivals=static.num_copies),
     }
     if static.is_quantized:
-        scratch["k_stored"] = _tiled(ring[1:], layout.storage_dtype)
-        scratch["v_stored"] = _tiled(ring[1:], layout.storage_dtype)
+        scratch["k_stored"] = _tiled(ring[1:], layout.storage_dtype, columns)
+        scratch["v_stored"] = _tiled(ring[1:], layout.storage_dtype, columns)
         scratch["k_arrived"] = plgpu.Barrier(num_arrivals=static.num_copies)
+        scratch["v_arrived"] = plgpu.Barrier(num_arrivals=static.num_copies)
     return scratch
 
 
-def _tiled(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Shared memory as TMA writes it and wgmma reads it."""
-    width = _swizzle_bytes(shape[-1], dtype)
+def _tiled(shape: tuple[int, ...], dtype: np.dtype, columns: int) -> Any:
+    """Shared memory in tiles of 8 rows and `columns`, as TMA writes it and wgmma reads it."""
+    width = columns * dtype.itemsize
     if width < 32:  # as it lies: none of what wgmma reads
         return plgpu.SMEM(shape, dtype)
     transforms = (
-        plgpu.TilingTransform((8, width // dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(width),  # pyright: ignore[reportAbstractUsage]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _swizzle_bytes(head_dim: int, dtype: np.dtype) -> int:
-    return plgpu.find_swizzle(head_dim * dtype.itemsize * 8)
 
 
 def _run(static: _Static, refs: dict[str, Any]) -> None:
@@ -292,41 +287,54 @@ def _slot(static: _Static, step: Int32[Array, ""]) -> Int32[Array, ""]:
     return lax.rem(step, jnp.int32(static.sizes.num_stages))
 
 
+class _Block(NamedTuple):
+    """A block of an item's context: its tokens that are live, and where the parts of it lie."""
+
+    start: Int32[Array, ""]  # position of the first token
+    num_live: Int32[Array, ""]  # of its tokens are before the item's end
+    first_rows: list[Int32[Array, ""]]  # of each copy, in the cache as a matrix [L*P*S, K*H]
+
+
+def _find(static: _Static, refs: dict[str, Any], item: _Item, i: Int32[Array, ""]) -> _Block:
+    """The i-th block of an item."""
+    page_size, start = static.call.layout.page_size, item.first + i * static.sizes.context
+    first_page = refs["layer"][0] * static.num_pages
+    first_rows = []
+    for offset in range(0, static.sizes.context, static.granule):
+        position = jnp.minimum(start + offset, item.end - 1)  # some live page, where it has none
+        index = lax.div(position, jnp.int32(page_size))
+        page = first_page + refs["pages"][item.row, index]
+        first_rows.append(page * page_size + (start + offset - index * page_size))
+    return _Block(start, item.end - start, first_rows)
+
+
 def _load(
     static: _Static,
     refs: dict[str, Any],
     item: _Item,
-    start: Int32[Array, ""],
+    block: _Block,
     name: str,
     destination: Any,
     barrier: Any,
 ) -> None:
-    """Starts the copies of a block of "keys" or "values"; what lies past item.end is not read.
+    """Starts the copies of a block of "keys" or "values"; dead parts are not read.
 
     destination: [context, H] in shared memory. barrier: gets static.num_copies arrivals.
     """
-    layout, granule = static.call.layout, static.granule
-    columns = pl.ds(item.head * layout.head_dim, layout.head_dim)
-    layer = refs["layer"][0] * (static.num_pages * layout.page_size)
-    places = []
-    for i in range(static.num_copies):
-        position = start + i * granule
-        used = jnp.minimum(position, item.end - 1)
-        index = lax.div(used, jnp.int32(layout.page_size))
-        page = refs["pages"][item.row, index]
-        slot = position - index * layout.page_size
-        places.append((position < item.end, layer + page * layout.page_size + slot))
-    for i, (is_used, first) in enumerate(places):
+    head_dim, granule = static.call.layout.head_dim, static.granule
+    columns = pl.ds(item.head * head_dim, head_dim)
+    for i, first_row in enumerate(block.first_rows):
+        is_live = i * granule < block.num_live
 
-        @pl.when(is_used)
-        def _copy(i=i, first=first) -> None:
+        @pl.when(is_live)
+        def _copy(i=i, first_row=first_row) -> None:
             plgpu.copy_gmem_to_smem(
-                refs[name].at[pl.ds(first, granule), columns],
+                refs[name].at[pl.ds(pl.multiple_of(first_row, 8), granule), columns],
                 destination.at[pl.ds(i * granule, granule)],
                 barrier,
             )
 
-        @pl.when(jnp.logical_not(is_used))
+        @pl.when(jnp.logical_not(is_live))
         def _no_copy() -> None:
             plgpu.barrier_arrive(barrier)
 
@@ -341,27 +349,19 @@ def _produce(static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Arr
     """Brings the blocks of an item, of a dtype that wgmma takes."""
 
     def block(i: Int32[Array, ""], _: None) -> None:
-        slot, start = _slot(static, step + i), item.first + i * static.sizes.context
-        values = refs["v_smem"].at[slot]
+        slot, found = _slot(static, step + i), _find(static, refs, item, i)
+        keys, values = refs["k_smem"].at[slot], refs["v_smem"].at[slot]
+        is_last = i == item.num_blocks - 1
         _await_free(static, refs["k_free"], step + i)
-        _load(static, refs, item, start, "keys", refs["k_smem"].at[slot], refs["k_ready"].at[slot])
+        _load(static, refs, item, found, "keys", keys, refs["k_ready"].at[slot])
         _await_free(static, refs["v_free"], step + i)
+        arrived = jnp.where(is_last, static.sizes.num_stages, slot)
+        _load(static, refs, item, found, "values", values, refs["v_ready"].at[arrived])
 
-        @pl.when(i < item.num_blocks - 1)
-        def _whole() -> None:
-            _load(static, refs, item, start, "values", values, refs["v_ready"].at[slot])
-
-        @pl.when(i == item.num_blocks - 1)
-        def _last() -> None:
-            _load(static, refs, item, start, "values", values, refs["v_arrived"])
-            plgpu.barrier_wait(refs["v_arrived"])
-            for piece, columns, first in _pieces(static, refs["v_smem"].dtype):
-
-                @pl.when(start + first + _WARPGROUP_ROWS > item.end)
-                def _clear(piece=piece, columns=columns, first=first) -> None:
-                    ref = values.at[piece, columns]
-                    ref[...] = _cleared(plgpu.load(ref), item.end - start - first)
-
+        @pl.when(is_last)
+        def _clear_end() -> None:
+            plgpu.barrier_wait(refs["v_ready"].at[static.sizes.num_stages])
+            _clear(static, values, found.num_live)
             plgpu.commit_smem()
             for _ in range(static.num_copies):
                 plgpu.barrier_arrive(refs["v_ready"].at[slot])
@@ -369,10 +369,10 @@ def _produce(static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Arr
     lax.fori_loop(0, item.num_blocks, block, None)
 
 
-def _pieces(static: _Static, dtype: np.dtype) -> list[tuple[Any, Any, int]]:
+def _pieces(static: _Static) -> list[tuple[Any, Any, int]]:
     """A block in parts that few registers hold: rows, columns, and the first row."""
     head_dim = static.call.layout.head_dim
-    width = _swizzle_bytes(head_dim, dtype) // dtype.itemsize
+    width = static.tile_columns
     return [
         (pl.ds(first, _WARPGROUP_ROWS), pl.ds(column, width), first)
         for first in range(0, static.sizes.context, _WARPGROUP_ROWS)
@@ -380,10 +380,16 @@ def _pieces(static: _Static, dtype: np.dtype) -> list[tuple[Any, Any, int]]:
     ]
 
 
-def _cleared(x: Shaped[Array, "M C"], num_live: Int32[Array, ""]) -> Shaped[Array, "M C"]:
-    """Zeros in all but the first rows: a weight of 0 does not hide what a NaN is."""
-    rows = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
-    return jnp.where(rows < num_live, x, jnp.zeros_like(x))
+def _clear(static: _Static, block: Any, num_live: Int32[Array, ""]) -> None:
+    """Zeros in all but the first rows of a block: a weight of 0 does not hide what a NaN is."""
+    for rows, columns, first in _pieces(static):
+
+        @pl.when(num_live < first + _WARPGROUP_ROWS)
+        def _clear_piece(rows=rows, columns=columns, first=first) -> None:
+            ref = block.at[rows, columns]
+            x = plgpu.load(ref)
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+            ref[...] = jnp.where(row < num_live - first, x, jnp.zeros_like(x))
 
 
 def _produce_quantized(
@@ -391,40 +397,36 @@ def _produce_quantized(
 ) -> None:
     """Brings the blocks of an item of 8-bit elements, in the dtype of the queries.
 
-    What is stored arrives in one buffer each of K and V, so that K of the next block is on its way
-    while V of this one is converted.
+    What is stored arrives in one buffer of K and one of V, so that K of the next block is on its
+    way while V of this one is converted.
     """
 
-    def load(i: Int32[Array, ""], name: str) -> None:
-        start, short = item.first + i * static.sizes.context, name[0]
-        _load(
-            *(static, refs, item, start, name),
-            refs[f"{short}_stored"],
-            refs[f"{short}_arrived"],
-        )
-
     def convert(i: Int32[Array, ""], name: str) -> None:
-        slot, start, short = _slot(static, step + i), item.first + i * static.sizes.context, name[0]
+        short, slot = name[0], _slot(static, step + i)
         plgpu.barrier_wait(refs[f"{short}_arrived"])
         _await_free(static, refs[f"{short}_free"], step + i)
         out = refs[f"{short}_smem"].at[slot]
-        for rows, columns, first in _pieces(static, refs[f"{short}_smem"].dtype):
+        for rows, columns, _ in _pieces(static):
             stored = plgpu.load(refs[f"{short}_stored"].at[rows, columns])
-            x = _decode(stored, static.call.layout.dtype, out.dtype)
-            if name == "values":
-                x = _cleared(x, item.end - start - first)
-            out.at[rows, columns][...] = x
+            out.at[rows, columns][...] = _decode(stored, static.call.layout.dtype, out.dtype)
+        if name == "values":
+            num_live = item.end - item.first - i * static.sizes.context
+            pl.when(i == item.num_blocks - 1)(lambda: _clear(static, out, num_live))
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs[f"{short}_ready"].at[slot])
-        pl.when(i + 1 < item.num_blocks)(lambda: load(i + 1, name))
 
-    def block(i: Int32[Array, ""], _: None) -> None:
-        convert(i, "keys")
-        convert(i, "values")
+    def load(i: Int32[Array, ""], name: str) -> None:
+        stored, arrived = refs[f"{name[0]}_stored"], refs[f"{name[0]}_arrived"]
+        _load(static, refs, item, _find(static, refs, item, i), name, stored, arrived)
+
+    def turn(i: Int32[Array, ""], _: None) -> None:
+        for name in ("keys", "values"):
+            convert(i, name)
+            pl.when(i + 1 < item.num_blocks)(lambda name=name: load(i + 1, name))
 
     load(jnp.int32(0), "keys")
     load(jnp.int32(0), "values")
-    lax.fori_loop(0, item.num_blocks, block, None)
+    lax.fori_loop(0, item.num_blocks, turn, None)
 
 
 def _decode(
@@ -442,7 +444,7 @@ class _Softmax(NamedTuple):
 
     peak: Float32[Array, " M"]
     total: Float32[Array, " M"]
-    acc: tuple[Float32[Array, "M C"], ...]  # by column chunk
+    acc: Float32[Array, "M H"]
 
 
 def _consume(
@@ -459,6 +461,7 @@ def _consume(
     first_query = pl.multiple_of(item.query + rows, 8)
     source = refs["queries"].at[item.head, pl.ds(first_query, _WARPGROUP_ROWS)]
     plgpu.copy_gmem_to_smem(source, queries, ready)
+    score_factor = static.scale * (refs["k_scale"][item.head] if "k_scale" in refs else 1.0)
     plgpu.barrier_wait(ready)
 
     def block(i: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
@@ -473,7 +476,7 @@ def _consume(
         shape = (_WARPGROUP_ROWS, static.sizes.context)
         scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         plgpu.barrier_arrive(refs["k_free"].at[slot])
-        scores = _scaled(static, refs, item, scores)
+        scores = _scaled(static, scores, score_factor)
         scores = lax.cond(
             _needs_mask(static, item, start),
             lambda scores: _masked(static, item, rows, start, scores),
@@ -489,19 +492,15 @@ def _consume(
 
         plgpu.barrier_wait(refs["v_ready"].at[slot])
         plgpu.barrier_wait(turn)
-        acc = []
-        for (first, width), old in zip(static.column_chunks, softmax.acc, strict=True):
-            values = refs["v_smem"].at[slot, :, pl.ds(first, width)]
 
-            def multiply_values(acc_ref: Any, values=values) -> Float32[Array, "M C"]:
-                plgpu.wgmma(acc_ref, weights, values)
-                return acc_ref[...]
+        def multiply_values(acc_ref: Any) -> None:
+            plgpu.wgmma(acc_ref, weights, refs["v_smem"].at[slot])
 
-            shape = (_WARPGROUP_ROWS, width)
-            new = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-            acc.append(old * lax.broadcast_in_dim(rescale, shape, [0]) + new)
+        acc = softmax.acc * lax.broadcast_in_dim(rescale, softmax.acc.shape, [0])
+        init: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+        acc = pl.run_state(multiply_values)(init)
         plgpu.barrier_arrive(refs["v_free"].at[slot])
-        return _Softmax(peak, total, tuple(acc))
+        return _Softmax(peak, total, acc)
 
     plgpu.barrier_wait(turn)
     softmax = lax.fori_loop(0, item.num_blocks, block, _initial(static, refs, item, rows))
@@ -510,9 +509,8 @@ def _consume(
     factor = 1 / softmax.total
     if "v_scale" in refs:
         factor = factor * refs["v_scale"][item.head]
-    for (first, width), acc in zip(static.column_chunks, softmax.acc, strict=True):
-        out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-        queries.at[:, pl.ds(first, width)][...] = out.astype(queries.dtype)
+    out = softmax.acc * lax.broadcast_in_dim(factor, softmax.acc.shape, [0])
+    queries[...] = out.astype(queries.dtype)
     plgpu.commit_smem()
     out_ref = refs["out"].at[item.tile, item.head, pl.ds(rows, _WARPGROUP_ROWS)]
     plgpu.copy_smem_to_gmem(queries, out_ref)
@@ -532,20 +530,18 @@ def _initial(
         peak, total = plgpu.load(ref, layout=_ROWS, optimized=False), 1.0
     else:
         peak, total = full((_WARPGROUP_ROWS,), _NO_PEAK, _ROWS), 0.0
-    acc = tuple(
-        full((_WARPGROUP_ROWS, width), 0.0, plgpu.Layout.WGMMA) for _, width in static.column_chunks
-    )
+    shape = (_WARPGROUP_ROWS, static.call.layout.head_dim)
+    acc = full(shape, 0.0, plgpu.Layout.WGMMA)
     return _Softmax(peak, full((_WARPGROUP_ROWS,), total, _ROWS), acc)
 
 
 def _scaled(
-    static: _Static, refs: dict[str, Any], item: _Item, scores: Float32[Array, "M S"]
+    static: _Static, scores: Float32[Array, "M S"], factor: float | Float32[Array, ""]
 ) -> Float32[Array, "M S"]:
     """Scores after scale and soft cap, to base 2, where the exponential does not scale them."""
     if not static.scores_are_scaled:
         return scores
-    soft_cap, factor = static.call.soft_cap, static.scale
-    factor = factor * refs["k_scale"][item.head] if "k_scale" in refs else factor
+    soft_cap = static.call.soft_cap
     if soft_cap is None:
         return scores * (factor * _LOG2E)
     # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own is good to 11 bits only.

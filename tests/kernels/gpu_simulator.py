@@ -12,6 +12,7 @@ import pytest
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+from jax._src.state.discharge import run_state_p
 from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
@@ -24,8 +25,62 @@ def simulate() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
     ):
-        patch.setattr(jaxpr_interpret.JaxprInterpreter, "_interpret_wgmma_ref_p", _wgmma)
+        interpreter = jaxpr_interpret.JaxprInterpreter
+        patch.setattr(interpreter, "_interpret_wgmma_ref_p", _wgmma)
+        patch.setattr(interpreter, "_interpret_inline_mgpu_p", _run_state)
+        patch.setattr(interpreter, "interpret", _interpret)
         yield
+
+
+_interpret_known = jaxpr_interpret.JaxprInterpreter.interpret
+
+
+def _interpret(self: Any, jaxpr: Any, token: jax.Array, *args: Any) -> Any:
+    """Interprets `run_state`, which it has no rule for, by the rule of another primitive."""
+
+    def known(eqn: Any) -> Any:
+        is_run_state = eqn.primitive is run_state_p
+        return eqn.replace(primitive=primitives.inline_mgpu_p) if is_run_state else eqn
+
+    return _interpret_known(
+        self, jaxpr.replace(eqns=[known(eqn) for eqn in jaxpr.eqns]), token, *args
+    )
+
+
+def _run_state(self: Any, eqn: Any, token: jax.Array, get_invals: Any) -> Any:
+    """`run_state`: every operand that is no reference becomes a buffer in registers."""
+    assert "is_initialized" in eqn.params and all(eqn.params["is_initialized"]), eqn
+    common = dict(mesh_location=self.mesh_location, thread=self.thread)
+    space = shared_memory.get_memory_space_idx(plgpu.REGS)
+    keys, buffers = [], []
+    for var, value in zip(eqn.invars, get_invals(), strict=True):
+        is_value = not isinstance(var.aval, AbstractRef)
+        if is_value:
+            token, request = gpu_callbacks.call_make_allocation_request_array(
+                token=token, compute_unit=self.thread, memory_space_id=space, initial_ref_count=1
+            )
+            token, value = gpu_callbacks.call_allocate_buffer(
+                token=token,
+                allocation_request_as_array=request,
+                value=jnp.asarray(value),
+                source_info=eqn.source_info,
+                **common,
+            )
+        keys.append(value)
+        buffers.append(is_value)
+    token, _ = self.interpret(eqn.params["jaxpr"], token, *keys)
+    results = []
+    for var, key, is_buffer in zip(eqn.outvars, keys, buffers, strict=True):
+        if not is_buffer:
+            results.append(key)
+            continue
+        place = dict(allocation_key_as_array=key, source_info=eqn.source_info, **common)
+        token, value = gpu_callbacks.call_get(
+            token=token, result_shape_and_dtype=var.aval, transforms=(), **place
+        )
+        token = gpu_callbacks.call_deallocate_buffer(token=token, **place)
+        results.append(value)
+    return token, results
 
 
 def _mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
