@@ -4,8 +4,9 @@ On a TPU it measures:
 
     python scripts/tune.py
 
-Where there is none it ranks TPU sizes by the compiler's schedule (see tpu_schedule.py), first by
-the modelled time, then by cycles; a kernel's shapes that are not tuned anew keep their entries:
+Where there is none it ranks TPU sizes by the compiler's schedule (see tpu_schedule.py): by the
+modelled time, then by spilled registers, then by cycles. Shapes that are not tuned anew keep their
+entries:
 
     scripts/with_compilers scripts/tune.py --chip v6e --case "Llama-3-8B, decode"
 """
@@ -47,7 +48,7 @@ def candidates(kernel: str, case: Case) -> list[Sizes]:
         token_bytes = case.token_bytes // 2
         return [
             {"pages_per_block": pages, "num_buffers": 3, "chunk": chunk}
-            for pages, chunk in itertools.product((2, 4, 8, 16), (128, 256, 512))
+            for pages, chunk in itertools.product((4, 8, 16), (256, 512))
             if 2**17 <= pages * case.page_size * token_bytes <= 2**22
             and pages * case.page_size % chunk == 0
         ]
@@ -99,7 +100,7 @@ def by_schedule(chip: Chip, case: Case, kernel: str) -> Callable[[Sizes], Ranked
             "cycles": modelled.cycles,
             "fills_and_spills": spills,
         }
-        return Ranked(sizes, (modelled.modelled_s, modelled.cycles), figures)
+        return Ranked(sizes, (modelled.modelled_s, spills, modelled.cycles), figures)
 
     return evaluate
 
@@ -191,7 +192,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.chip:
         chip, how = CHIPS[arguments.chip], by_schedule
-        ranked_by = "libtpu's schedule: the larger of compute and DMA time, then cycles"
+        ranked_by = "libtpu's schedule: the larger of compute and DMA time, spills, cycles"
     else:
         import jax
 
