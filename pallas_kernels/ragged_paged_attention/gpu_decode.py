@@ -280,10 +280,7 @@ def _attend_chunks(
     queries = gpu_call.q[gpu_call.starts].reshape(-1, head_dim)
     queries = jnp.pad(queries, ((0, rows - call.num_heads // num_kv_heads), (0, 0)))
     k, v = (x.reshape(-1, num_kv_heads * head_dim) for x in gpu_call.kv_cache)
-    scales = jnp.full(num_kv_heads, gpu_call.scale, jnp.float32)
-    if gpu_call.k_scale is not None:
-        scales *= gpu_call.k_scale
-    scales *= _LOG2E if call.soft_cap is None else 1 / call.soft_cap
+    factor = gpu_call.scale * (_LOG2E if call.soft_cap is None else 1 / call.soft_cap)
 
     def body(
         begin_ref: Any,  # [C] int32
@@ -292,7 +289,7 @@ def _attend_chunks(
         row_ref: Any,  # [C] int32
         pages_ref: Any,  # [R, B] int32
         layer_ref: Any,  # [1] int32
-        scales_ref: Any,  # [K] float32
+        k_scale_ref: Any,  # [K] float32, or none
         q_ref: Any,  # [R * N + padding, H] q dtype
         k_ref: Any,  # [L * P * S, K * H] storage dtype
         v_ref: Any,  # [L * P * S, K * H] storage dtype
@@ -312,8 +309,9 @@ def _attend_chunks(
                 *(pages_ref, layer_ref[0], row, head, begin, end),
             )
             group = call.num_heads // num_kv_heads
+            scale = jnp.float32(factor) * (1 if k_scale_ref is None else k_scale_ref[head])
             q = q_ref.at[pl.ds(row * call.num_heads + head * group, rows)]
-            peak, total, acc = _attend_chunk(ring, scratch, q, scales_ref[head], visible_ref[chunk])
+            peak, total, acc = _attend_chunk(ring, scratch, q, scale, visible_ref[chunk])
             acc_ref.at[chunk, head][...] = acc
             for i, stat in enumerate((peak, total)):
                 shape = stats_ref.shape[2], stats_ref.shape[4]
@@ -334,7 +332,7 @@ def _attend_chunks(
         compiler_params=_COMPILER_PARAMS,
     )(
         *(chunks.begin, chunks.end, chunks.visible, chunks.row, gpu_call.pages),
-        *(gpu_call.layer.reshape(1), scales, queries, k, v),
+        *(gpu_call.layer.reshape(1), gpu_call.k_scale, queries, k, v),
     )
 
 
@@ -439,11 +437,16 @@ def _attend_chunk(
         values = plgpu.load(values, layout=rhs)
         acc = plgpu.mma(acc * across(fade, head_dim), weights, values)
 
+        following = block + ring.sizes.stages
         if ring.barriers is None:
-            ring.fetch(block + ring.sizes.stages)
+            ring.fetch(following)
         else:
-            following = block + ring.sizes.stages
-            pl.when(following < num_blocks)(functools.partial(ring.fetch, following))
+
+            @pl.when(following < num_blocks)
+            def _():
+                plgpu.commit_smem()  # the block has been read: TMA, another proxy, may overwrite it
+                ring.fetch(following)
+
         return new_peak, total, acc
 
     peak = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), out.reduce(1))
@@ -500,25 +503,22 @@ def _merge(
     call = gpu_call.call
     num_kv_heads, rows, head_dim = acc.shape[1:]
     out_layout = plgpu.Layout.MMA_ACC(call.q_dtype, m_warps=_warps_of_rows(call))
-    v_scale = jnp.ones(num_kv_heads, jnp.float32)
-    if gpu_call.v_scale is not None:
-        v_scale = gpu_call.v_scale
-    sinks = jnp.full((num_kv_heads, rows), -jnp.inf, jnp.float32)
-    if gpu_call.sinks is not None:
-        grouped = gpu_call.sinks.reshape(num_kv_heads, -1) * _LOG2E
-        sinks = jax.lax.dynamic_update_slice(sinks, grouped, (0, 0))
+    sinks = gpu_call.sinks
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, -1) * _LOG2E
+        sinks = jnp.pad(sinks, ((0, 0), (0, rows - sinks.shape[1])))
 
     def body(
         first_ref: Any,  # [R] int32
-        count_ref: Any,  # [R] int32
-        sinks_ref: Any,  # [K, M] float32
-        v_scale_ref: Any,  # [K] float32
+        num_ref: Any,  # [R] int32
+        sinks_ref: Any,  # [K, M] float32, or none
+        v_scale_ref: Any,  # [K] float32, or none
         acc_ref: Any,  # [C, K, M, H] float32
         stats_ref: Any,  # [C, K, M, 2, *] float32
         out_ref: Any,  # [R, K, M, H] float32
     ) -> None:
         row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
-        first, count = first_ref[row], count_ref[row]
+        first, num = first_ref[row], num_ref[row]
 
         def across(x: Float32[Array, " M"]) -> Float32[Array, "M H"]:
             return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (rows, head_dim), [0]), out_layout)
@@ -531,9 +531,9 @@ def _merge(
             loaded = []
             for i in range(_MERGE_UNROLL):
                 j = turn * _MERGE_UNROLL + i
-                chunk = first + jnp.minimum(j, count - 1)
+                chunk = first + jnp.minimum(j, num - 1)
                 peak, total = (load(stats_ref.at[chunk, head, :, k, 0]) for k in range(2))
-                peak = jnp.where(j < count, peak, -jnp.inf)
+                peak = jnp.where(j < num, peak, -jnp.inf)
                 loaded.append((peak, total, load(acc_ref.at[chunk, head])))
             for other in loaded:
                 carry = join(carry, other)
@@ -545,15 +545,19 @@ def _merge(
             total = one[1] * fades[0] + other[1] * fades[1]
             return peak, total, one[2] * across(fades[0]) + other[2] * across(fades[1])
 
-        @pl.when(count > 0)
+        @pl.when(num > 0)
         def _():
             # A sink is a weight of 1 whose value is zero. One of -inf is none: it fades to zero.
+            peak = jnp.full((rows,), -jnp.inf, jnp.float32)
+            peak = plgpu.layout_cast(peak, out_layout.reduce(1))
+            if sinks_ref is not None:
+                peak = load(sinks_ref.at[head])
             total = plgpu.layout_cast(jnp.ones((rows,), jnp.float32), out_layout.reduce(1))
             zeros = plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), out_layout)
-            carry = load(sinks_ref.at[head]), total, zeros
-            turns = pl.cdiv(count, _MERGE_UNROLL)
-            _, total, acc = jax.lax.fori_loop(0, turns, step, carry)
-            out_ref.at[row, head][...] = acc / across(total) * v_scale_ref[head]
+            turns = pl.cdiv(num, _MERGE_UNROLL)
+            _, total, acc = jax.lax.fori_loop(0, turns, step, (peak, total, zeros))
+            out = acc / across(total)
+            out_ref.at[row, head][...] = out if v_scale_ref is None else out * v_scale_ref[head]
 
     return plgpu.kernel(
         body,
@@ -561,4 +565,4 @@ def _merge(
         grid=(chunks.first.shape[0], num_kv_heads),
         grid_names=("row", "head"),
         compiler_params=_COMPILER_PARAMS,
-    )(chunks.first, chunks.num, sinks, v_scale, acc, stats)
+    )(chunks.first, chunks.num, sinks, gpu_call.v_scale, acc, stats)

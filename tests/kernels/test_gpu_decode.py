@@ -1,0 +1,140 @@
+"""The decode kernel for GPUs, simulated, against the oracle, and how it cuts contexts."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chips import CHIPS
+from pallas_kernels.ragged_paged_attention import gpu_decode
+from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
+from pallas_kernels.ragged_paged_attention.layout import KVCache, from_logical
+from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES, AttentionCall
+from tests.kernels import gpu_simulator
+from tests.kernels.cases import Case, Config, RowPlan, make_case
+
+
+def attention_call(config: Config) -> AttentionCall:
+    return AttentionCall(
+        config.layout,
+        # Two multiprocessors: contexts are cut, and the simulator runs few thread blocks.
+        dataclasses.replace(CHIPS[config.chip], num_cores=2),
+        config.num_heads,
+        jnp.dtype(config.q_dtype),
+        config.sliding_window,
+        config.soft_cap,
+        config.has_sinks,
+        config.has_scales,
+    )
+
+
+def gpu_call(case: Case) -> GpuCall:
+    """The call as `gpu.py` would hand it on, rows of more than one token left out."""
+    config = case.config
+    is_live = np.arange(config.max_rows) < len(case.rows)
+    q_lens = np.where(is_live, case.cu_q_lens[1:] - case.cu_q_lens[:-1], 0)
+    takes_part = q_lens == 1
+    arrays = dict(
+        q=case.q,
+        kv_cache=from_logical(config.layout, jnp.asarray(case.k_after), jnp.asarray(case.v_after)),
+        layer=np.int32(case.layer),
+        pages=np.clip(case.block_tables, 0, config.num_pages - 1),
+        kv_lens=np.where(takes_part, case.kv_lens, 0),
+        starts=np.where(takes_part, case.cu_q_lens[:-1], 0),
+        q_lens=np.where(takes_part, 1, 0),
+        sinks=case.options.sinks,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+    )
+    return GpuCall(
+        **jax.tree.map(jnp.asarray, arrays), call=attention_call(config), scale=case.options.scale
+    )
+
+
+# Every head dim and dtype, groups of 1 to 16, features, pages within a block and blocks within a
+# page. Rows take several blocks and several chunks.
+CONFIGS = {
+    "gqa4-h128-window-soft-cap-sinks": dict(
+        num_heads=8, head_dim=128, sliding_window=200, soft_cap=2.0, has_sinks=True
+    ),
+    "mha-h96-e4m3-page64": dict(
+        num_heads=2, head_dim=96, page_size=64, kv_dtype="float8_e4m3fn", has_scales=True
+    ),
+    "mqa16-h256-int8-page256": dict(
+        num_heads=16, num_kv_heads=1, head_dim=256, page_size=256, kv_dtype="int8"
+    ),
+    "gqa3-h80-f16-page48": dict(
+        num_heads=6, head_dim=80, page_size=48, q_dtype="float16", kv_dtype="float16"
+    ),
+    "gqa2-h64-e5m2": dict(kv_dtype="float8_e5m2", has_scales=True),
+}
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_matches_oracle(changes):
+    config = Config(*(4, 2, 64, 16, "bfloat16", "bfloat16"), max_tokens=8, max_rows=5, chip="h100")
+    config = dataclasses.replace(config, **changes)
+    config = dataclasses.replace(config, pages_per_row=-(-512 // config.page_size))
+    plans = [RowPlan(1, 500), RowPlan(3, 40), RowPlan(1, 0), RowPlan(0, 9), RowPlan(1, 130)]
+    case = make_case(config, plans, seed=1)
+    assert gpu_decode.unsupported_reason(attention_call(config)) is None
+    with gpu_simulator.simulate():
+        out = np.asarray(gpu_decode.decode_rows(gpu_call(case)))
+    expected = case.expected()
+    for row, plan in enumerate(plans):
+        if plan.q_len == 1:
+            token = case.cu_q_lens[row]
+            error = np.abs(out[row] - expected.out[token])
+            assert (error <= expected.tolerance[token]).all(), f"row {row}: {np.nanmax(error)}"
+
+
+def plan(kv_lens: list[int], call: AttentionCall) -> gpu_decode._Chunks:
+    """How the contexts are cut; only what the cut depends on is there."""
+    nothing = jnp.zeros(0)
+    rows = jnp.asarray(kv_lens, jnp.int32)
+    chunks = gpu_decode._split(
+        GpuCall(
+            *(nothing, KVCache(nothing, nothing), nothing, nothing, rows, nothing, nothing),
+            *(call, 1.0, None, None, None),
+        )
+    )
+    return jax.tree.map(np.asarray, chunks)
+
+
+@pytest.mark.parametrize("window", [None, 1, 1000])
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
+    kv_lens=st.lists(
+        st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 131_072)),
+        min_size=16,
+        max_size=16,
+    )
+)
+def test_chunks_are_every_live_token_once(window, kv_lens):
+    call = MODEL_SHAPES["Llama-3-8B"].call(CHIPS["h100"])
+    call = dataclasses.replace(call, sliding_window=window)
+    sizes = gpu_decode.block_sizes(call)
+    assert sizes is not None
+    chunks = plan(kv_lens, call)
+    longest = 0
+    for row, kv_len in enumerate(kv_lens):
+        here = range(chunks.first[row], chunks.first[row] + chunks.num[row])
+        visible = max(kv_len - window, 0) if window else 0
+        at = visible // sizes.unit * sizes.unit  # what a copy brings is of one page
+        for chunk in here:
+            assert (chunks.row[chunk], chunks.begin[chunk]) == (row, at)
+            assert chunks.visible[chunk] == visible
+            assert chunks.end[chunk] > max(at, visible), "a chunk whose softmax is empty"
+            at = chunks.end[chunk]
+            longest = max(longest, at - chunks.begin[chunk])
+        assert at == kv_len or kv_len == 0
+    assert (chunks.begin >= chunks.end).sum() == len(chunks.begin) - chunks.num.sum()
+    # All thread blocks that fit the chip at once, and one more a row: none has much more than its
+    # share of the context.
+    slots = sizes.per_core * call.chip.num_cores // call.layout.num_kv_heads
+    share = sum(kv_lens) / slots + 2 * sizes.tokens
+    assert longest <= max(share, gpu_decode._MIN_CHUNK * sizes.tokens)
