@@ -47,9 +47,9 @@ def candidates(kernel: str, case: Case) -> list[Sizes]:
     if kernel == "tpu_decode":
         token_bytes = case.token_bytes // 2
         return [
-            {"pages_per_block": pages, "num_buffers": 3, "chunk": chunk}
-            for pages, chunk in itertools.product((4, 8, 16), (256, 512))
-            if 2**17 <= pages * case.page_size * token_bytes <= 2**22
+            {"pages_per_block": pages, "num_buffers": 4, "chunk": chunk}
+            for pages, chunk in itertools.product((2, 4, 8, 16, 32), (256,))
+            if 2**18 <= pages * case.page_size * token_bytes <= 2**22
             and pages * case.page_size % chunk == 0
         ]
     return [
