@@ -16,7 +16,7 @@ from jaxserve.models.layers import (
     rope_tables,
 )
 from jaxserve.models.partition import pad_to, partition, place_heads
-from jaxserve.models.registry import Attend, Params, ParamSpec
+from jaxserve.models.registry import Attend, Linear, Params, ParamSpec
 from pallas_kernels.ragged_paged_attention import KVCache
 
 _LAYER = "model.layers.{i}."
@@ -110,6 +110,7 @@ def forward(
     positions: Int32[Array, " T"],
     kv_cache: KVCache,
     attend: Attend,
+    sum_linear: Linear = linear,
 ) -> tuple[Float[Array, "T D"], KVCache]:
     """See `registry.Model.forward`. One scan over the stacked layers."""
     tables = rope_tables(positions, rope_frequencies(info))
@@ -126,14 +127,14 @@ def forward(
         q = qkv[:, :, :-2].reshape(num_tokens, -1, info.head_dim)
         q, k = apply_rope(q, tables), apply_rope(qkv[:, :, -2], tables)
         attended, kv_cache = attend(q, k, qkv[:, :, -1], kv_cache, layer_idx)
-        attended = linear(attended.reshape(num_tokens, -1), weights["attn_out"])
+        attended = sum_linear(attended.reshape(num_tokens, -1), weights["attn_out"])
         if "attn_out_bias" in weights:
             attended = attended + weights["attn_out_bias"]
         x = x + attended
         h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
         gate_up = linear(h, weights["gate_up"])
         activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        x = x + linear(activated.reshape(num_tokens, -1), weights["down"])
+        x = x + sum_linear(activated.reshape(num_tokens, -1), weights["down"])
         return (x, kv_cache), None
 
     prefix = "layers."

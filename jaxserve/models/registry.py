@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
+from jaxserve.models.layers import linear
 from pallas_kernels.ragged_paged_attention import KVCache
 
 type Params = Mapping[str, Array]
@@ -21,6 +22,7 @@ type Attend = Callable[
     ],
     tuple[Float[Array, "T N H"], KVCache],
 ]
+type Linear = Callable[[Float[Array, "T I"], Float[Array, "O I"]], Float[Array, "T O"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +66,12 @@ class Model(Protocol):
         positions: Int32[Array, " T"],
         kv_cache: KVCache,
         attend: Attend,
+        sum_linear: Linear = linear,
     ) -> tuple[Float[Array, "T D"], KVCache]:
-        """Hidden states after the last norm; padding tokens may hold any valid id."""
+        """Hidden states after the last norm; padding tokens may hold any valid id.
+
+        sum_linear: `layers.linear` for weights whose last axis a mesh may split; sums over devices.
+        """
         ...
 
     def logits(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from jaxserve.errors import UserError
 from jaxserve.messages import MAX_LOGPROB_TOKEN_IDS
 from jaxserve.worker.batch_state import apply_writes, num_columns
 from jaxserve.worker.buckets import Bucket
@@ -276,10 +277,34 @@ def step_bytes(compiled: Mapping[Key, jax.stages.Compiled]) -> int:
 def _compile(
     function: Callable, donate: tuple[int, ...], results: object, *args: object
 ) -> jax.stages.Compiled:
-    """results: the shardings of what `function` returns."""
+    """results: the shardings of what `function` returns.
+
+    Raises:
+      UserError: the compiler finds that the program does not fit a device's memory.
+    """
     with jax.enable_x64(False):  # whatever the program around an LLM has chosen
         jitted = jax.jit(function, donate_argnums=donate, out_shardings=results)
-        return jitted.lower(*args).compile()
+        lowered = jitted.lower(*args)
+        try:
+            return lowered.compile(compiler_options=_compiler_options(results))
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error)
+            if "RESOURCE_EXHAUSTED" not in reason:
+                raise
+            raise UserError(
+                f"{function.__name__} does not fit a device's memory: {reason.split(chr(10))[0]}",
+                fix="Use a wider --mesh, or a smaller --max-num-batched-tokens, --max-num-seqs or "
+                "--memory-utilization.",
+            ) from error
+
+
+def _compiler_options(shardings: object) -> dict[str, bool]:
+    """What the compiler for the devices of `shardings` must be told."""
+    device = next(iter(jax.tree.leaves(shardings)[0].device_set))
+    if "tpu7x" in device.device_kind.lower():
+        # It would copy all weights in every step, into tiles of 16 rows.
+        return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+    return {}
 
 
 def _shardings(tree: object) -> Any:

@@ -218,17 +218,18 @@ def _inverse_cdf(
     num_tiles = -(-part_len // _TILE)  # of a part
     tiles = weights.reshape(num_rows, num_parts, part_len)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, num_tiles * _TILE - part_len)))
-    tiles = tiles.reshape(num_rows, num_parts, num_tiles, _TILE)
-    sums = keep_whole(mesh, tiles.sum(axis=-1).reshape(num_rows, -1))
+    tiles = tiles.reshape(num_rows, num_parts * num_tiles, _TILE)
+    sums = keep_whole(mesh, tiles.sum(axis=-1))
     running = jnp.cumsum(sums, axis=-1)
     target = uniform * running[:, -1]
     tile = _first_passing(running, sums, target)
     lines = jnp.arange(num_rows)
-    part, of_part = tile // num_tiles, tile % num_tiles
-    inner = keep_whole(mesh, tiles[lines, part, of_part])
+    inner = keep_whole(mesh, tiles[lines, tile])
     before = running[lines, tile] - sums[lines, tile]
-    first = _first_passing(jnp.cumsum(inner, axis=-1), inner, target - before)
-    return part * part_len + of_part * _TILE + first
+    place = tile * _TILE + _first_passing(jnp.cumsum(inner, axis=-1), inner, target - before)
+    if num_parts > 1:  # without what pads the parts before
+        place -= tile // num_tiles * (num_tiles * _TILE - part_len)
+    return place
 
 
 def _first_passing(
