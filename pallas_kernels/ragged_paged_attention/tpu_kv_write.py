@@ -228,7 +228,7 @@ def _merge(refs: WriteRefs, sizes: WriteSizes, chunk: _Chunk, buffer: Int32[Arra
                 after = _words(sizes, source, word + at + 1, rows)
                 new = (new >> bits) | ((after << (jnp.uint32(31) - bits)) << jnp.uint32(1))
             old = pltpu.bitcast(refs.chunks[buffer, which, slots], jnp.uint32)
-            is_new = _new_bits(sizes, chunk, at, new.shape)
+            is_new = _bits_of(sizes.pack, at, new.shape, chunk.new_from, chunk.new_to)
             merged = (new & is_new) | (old & ~is_new)
             refs.chunks[buffer, which, slots] = pltpu.bitcast(merged, refs.chunks.dtype)
 
@@ -252,16 +252,35 @@ def _words(
     return jnp.where(sublane < _SUBLANES - shift, here, after)[:rows]
 
 
-def _new_bits(
-    sizes: WriteSizes, chunk: _Chunk, at: Int32[Array, ""], shape: tuple[int, ...]
+def _bits_of(
+    pack: int,
+    at: Int32[Array, ""],
+    shape: tuple[int, ...],
+    start: Int32[Array, ""] | int,
+    end: Int32[Array, ""],
 ) -> UInt32[Array, "rows X"]:
-    """All ones in those parts of words that are new tokens, words counted from `at`."""
+    """All ones in those parts of words that are tokens start..end, words counted from `at`."""
     rows, width = shape
-    token = (at + jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)) * sizes.pack
-    part_bits = 32 // sizes.pack
+    token = (at + jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)) * pack
+    part_bits = 32 // pack
     bits = jnp.zeros((rows, LANES), jnp.uint32)
-    for part in range(sizes.pack):
-        is_new = (token + part >= chunk.new_from) & (token + part < chunk.new_to)
+    for part in range(pack):
+        is_in = (token + part >= start) & (token + part < end)
         ones = np.uint32(((1 << part_bits) - 1) << (part * part_bits))
-        bits |= jnp.where(is_new, ones, np.uint32(0))
+        bits |= jnp.where(is_in, ones, np.uint32(0))
     return jnp.concatenate([bits] * (width // LANES), axis=1)
+
+
+def keep_tokens(page_ref: Any, count: Int32[Array, ""]) -> None:
+    """Zeroes all but the first `count` tokens of a page [S, X] in VMEM."""
+    pack = 4 // page_ref.dtype.itemsize
+    num_words = page_ref.shape[0] // pack
+    rows = min(num_words, _SUBLANES)
+
+    def turn(i: Int32[Array, ""], _: None) -> None:
+        slots = pl.ds(pl.multiple_of(i * rows * pack, rows * pack), rows * pack)
+        words = pltpu.bitcast(page_ref[slots], jnp.uint32)
+        words &= _bits_of(pack, i * rows, words.shape, 0, count)
+        page_ref[slots] = pltpu.bitcast(words, page_ref.dtype)
+
+    jax.lax.fori_loop(0, num_words // rows, turn, None)
