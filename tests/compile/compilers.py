@@ -14,7 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import jax
+
+    from pallas_kernels.chips import Chip
 
 _NUM_PROCESSES = 2
 _LIMIT_S = 600
@@ -27,6 +32,18 @@ class Program(NamedTuple):
     fn: Callable[..., Any]
     args: tuple[Any, ...]
 
+    def compile(self, chip: "Chip") -> "jax.stages.Compiled":
+        """Compiled for one device of `chip`."""
+        from pallas_kernels.aot import compile_for
+
+        return compile_for(chip, self.fn, *self.args)
+
+
+class Compilable(Protocol):
+    """A `Program`, or another that knows how to compile itself."""
+
+    def compile(self, chip: "Chip") -> "jax.stages.Compiled": ...
+
 
 class Job(Protocol):
     """What makes a program, in the process that compiles it; picklable and hashable."""
@@ -36,7 +53,7 @@ class Job(Protocol):
         """Name of the chip to compile for."""
         ...
 
-    def program(self) -> Program:
+    def program(self) -> Compilable:
         """The program."""
         ...
 
@@ -55,6 +72,8 @@ class Compiled:
     hlo: str
     temp_bytes: int
     alias_bytes: int
+    argument_bytes: int
+    output_bytes: int
     kernels: tuple[PtxasFigures, ...] = ()
 
 
@@ -147,17 +166,21 @@ def _serve(jobs: Connection, output: str) -> None:
 
 
 def _compile(job: Job) -> Compiled | Refused:
-    from pallas_kernels.aot import compile_for
     from pallas_kernels.chips import CHIPS
 
     try:
-        program = job.program()
-        compiled = compile_for(CHIPS[job.chip], program.fn, *program.args)
+        compiled = job.program().compile(CHIPS[job.chip])
     except Exception as error:  # compilers and what stands before them raise what they like
         return Refused(f"{type(error).__name__}: {error}")
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    return Compiled(compiled.as_text(), analysis.temp_size_in_bytes, analysis.alias_size_in_bytes)
+    return Compiled(
+        compiled.as_text(),
+        analysis.temp_size_in_bytes,
+        analysis.alias_size_in_bytes,
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+    )
 
 
 def ptxas_figures(said: str) -> tuple[PtxasFigures, ...]:

@@ -15,6 +15,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = []
+    config.addinivalue_line("markers", "takes_minutes: left out with --fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as taking minutes, if it is to be fast."""
+    if config.getoption("fast", default=False):
+        slow = [item for item in items if "takes_minutes" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture
@@ -32,18 +41,14 @@ def pytest_terminal_summary(
         terminalreporter.write("\n".join([*rows, ""]))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compilers_are_there() -> None:
+@pytest.fixture(scope="session")
+def compilers(request: pytest.FixtureRequest) -> Iterator[Compilers]:
+    """Compiles; what the chosen tests will ask for is begun at once."""
     from pallas_kernels.aot import COMPILED_CHIPS, missing_reason
 
     reason = next(filter(None, map(missing_reason, COMPILED_CHIPS.values())), None)
     if reason is not None:
         pytest.fail(reason, pytrace=False)
-
-
-@pytest.fixture(scope="session")
-def compilers(request: pytest.FixtureRequest) -> Iterator[Compilers]:
-    """Compiles; what the chosen tests will ask for is begun at once."""
     made = Compilers()
     for item in request.session.items:
         for job in getattr(getattr(item, "callspec", None), "params", {}).get("jobs", ()):

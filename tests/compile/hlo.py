@@ -2,11 +2,18 @@
 
 import math
 import re
+from typing import NamedTuple
 
 import jax
 
 _COPIES = ("copy", "copy-start", "transpose", "convert", "pad", "concatenate")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+|\(.*?\)) ([\w-]+)\(", re.MULTILINE)
+_COLLECTIVE = re.compile(
+    r"^.* = (\S+|\(.*?\)) "
+    r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)"
+    r"(?:-start)?\(.*$",
+    re.MULTILINE,
+)
 _SHAPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
@@ -22,6 +29,24 @@ def copies(text: str, smallest: int) -> list[str]:
         for match in _INSTRUCTION.finditer(text)
         if match[3] in _COPIES and largest(match[2]) >= smallest
     ]
+
+
+class Collective(NamedTuple):
+    """An instruction that moves data between devices. source: the operation in JAX, if known."""
+
+    name: str
+    num_bytes: int
+    source: str
+
+
+def collectives(text: str) -> list[Collective]:
+    """All of them; a loop's count once."""
+    found = []
+    for match in re.finditer(_COLLECTIVE, text):
+        source = re.search(r'op_name="([^"]*)"', match[0])
+        size = largest(match[1])
+        found.append(Collective(match[2], size, source[1] if source else ""))
+    return found
 
 
 def largest(shape: str) -> int:
