@@ -125,9 +125,16 @@ def lower_for(
     )
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     platform = "tpu" if chip.platform == "tpu" else "cuda"
-    # Pallas lowers for the chip of the mesh that it is traced and lowered under.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _mosaic_lowers_for(chip):
+    with lowering_for(chip, mesh):
         return jitted.trace(*placed).lower(lowering_platforms=(platform,))
+
+
+@contextlib.contextmanager
+def lowering_for(chip: Chip, mesh: Mesh) -> Iterator[None]:
+    """Inside, whatever is traced and lowered for devices of `mesh` is lowered for `chip`."""
+    # Pallas asks the mesh that it is traced and lowered under.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _mosaic_lowers_for(chip):
+        yield
 
 
 def compile_for(
