@@ -46,11 +46,11 @@ MISTAKES = {
     },
     ("tpu", "prefill"): {
         "tpu_prefill": {
-            "is_seen = ahead <= to_query": "is_seen = ahead < to_query",
-            "is_seen &= ahead > to_query - window": "pass",
+            "is_seen = key <= query": "is_seen = key < query",
+            "is_seen &= key > query - window": "pass",
             "where = page_id(refs.table, page + j)": "where = page_id(refs.table, page)",
             "(refs.out_factors[head] / total)": "(1 / total)",
-            "ahead <= to_query": "(ahead <= to_query) & (to_query > 40)",
+            "// (pages * page_size) + 1": "// (pages * page_size)",
             "layer = refs.layer[0]": "layer = 1 - refs.layer[0]",
         },
     },
