@@ -21,8 +21,8 @@ from tests.kernels.cases import Case, Config, RowPlan, make_case
 def attention_call(config: Config) -> AttentionCall:
     return AttentionCall(
         config.layout,
-        # Two multiprocessors: contexts are cut, and the simulator runs few thread blocks.
-        dataclasses.replace(CHIPS[config.chip], num_cores=2),
+        # Four multiprocessors: contexts are cut, and the simulator runs few thread blocks.
+        dataclasses.replace(CHIPS[config.chip], num_cores=4),
         config.num_heads,
         jnp.dtype(config.q_dtype),
         config.sliding_window,
@@ -59,7 +59,7 @@ def gpu_call(case: Case) -> GpuCall:
 # page. Rows take several blocks and several chunks.
 CONFIGS = {
     "gqa4-h128-window-soft-cap-sinks": dict(
-        num_heads=8, head_dim=128, sliding_window=200, soft_cap=2.0, has_sinks=True
+        num_heads=8, head_dim=128, sliding_window=400, soft_cap=2.0, has_sinks=True
     ),
     "mha-h96-e4m3-page64": dict(
         num_heads=2, head_dim=96, page_size=64, kv_dtype="float8_e4m3fn", has_scales=True
