@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.chips import Chip
-from pallas_kernels.ragged_paged_attention import gpu, reference, xla
+from pallas_kernels.ragged_paged_attention import gpu, reference, tpu, xla
 from pallas_kernels.ragged_paged_attention.layout import (
     QUANTIZED_DTYPES,
     KVCache,
@@ -60,6 +60,7 @@ class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
 
 
 IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {
+    "tpu": tpu,
     "gpu": gpu,
     "xla": xla,
     "reference": reference,
@@ -69,7 +70,7 @@ IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {
 AUTO_ORDER = {
     "cpu": ("xla", "reference"),
     "gpu": ("gpu", "xla", "reference"),
-    "tpu": ("xla", "reference"),
+    "tpu": ("tpu", "xla", "reference"),
 }
 
 

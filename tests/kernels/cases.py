@@ -86,8 +86,8 @@ CONFIGS = {
 # same, with several to a config. Contexts of two or three blocks of 128 tokens.
 SIMULATED_CONFIGS = {
     "gqa3-h64-bf16": Config(9, 3, 64, 16, "bfloat16", "bfloat16", pages_per_row=17),
-    "mqa16-h80-int8-page32": Config(
-        *(16, 1, 80, 32, "bfloat16", "int8"), has_scales=True, pages_per_row=9
+    "mqa16-h80-int8-page256": Config(
+        *(16, 1, 80, 256, "bfloat16", "int8"), has_scales=True, pages_per_row=2
     ),
     "mha-h96-window": Config(2, 2, 96, 16, sliding_window=140, pages_per_row=20),
     "gqa4-h128-e4m3-page128-sinks": Config(
@@ -99,7 +99,6 @@ SIMULATED_CONFIGS = {
     "gqa8-h256-e5m2-page64-soft-cap": Config(
         *(8, 1, 256, 64, "bfloat16", "float8_e5m2"), soft_cap=2.0, pages_per_row=5
     ),
-    "gqa4-h128-page256": Config(4, 1, 128, 256, "bfloat16", "bfloat16", pages_per_row=2),
     "everything": Config(8, 4, 80, 16, "float32", "int8", 11, 3.0, True, True),
     "everything-e4m3-bf16": Config(
         8, 4, 80, 16, "bfloat16", "float8_e4m3fn", 40, 3.0, True, True, pages_per_row=9

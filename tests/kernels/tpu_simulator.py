@@ -20,7 +20,7 @@ def simulate() -> Iterator[None]:
     are errors. Blocks are as small as can be, so that short contexts take several.
     """
     races: list[Any] = []  # of each kernel that has run
-    make, prefill_sizes = race_detection_state.RaceDetectionState, tpu_prefill.PrefillSizes
+    make = race_detection_state.RaceDetectionState
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         races.append(make(*args, **kwargs))
@@ -32,7 +32,8 @@ def simulate() -> Iterator[None]:
     ):
         patch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
         patch.setattr(tpu_decode, "_BLOCK_S", 0)
-        patch.setattr(tpu_prefill, "PrefillSizes", lambda: prefill_sizes(16, LANES))
+        patch.setattr(tpu_prefill, "_MAX_QUERIES", 16)
+        patch.setattr(tpu_prefill, "_MAX_KEYS", LANES)
         try:
             yield
         finally:
