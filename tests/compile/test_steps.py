@@ -22,6 +22,7 @@ from jaxserve.worker.step import StepSpec
 from jaxserve.worker.weights import param_shapes
 from pallas_kernels.aot import devices, lowering_for
 from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels.ragged_paged_attention import explain
 from tests.compile import hlo
 from tests.compile.compilers import Compiled, Compilers, Refused
 
@@ -106,7 +107,7 @@ class Step:
         """As `Worker` does it."""
         config, mesh = self.config, make_mesh(devices(chip, self.num_devices))
         call = sizing.attention_call(config, chip)
-        attention = sizing.explain(call).chosen
+        attention = explain(call).chosen
         assert attention is not None
         dtype = jnp.dtype("bfloat16")
         spec = StepSpec(config.info, call.layout, chip, attention, dtype, MAX_TOKENS, mesh)
@@ -173,8 +174,9 @@ def test_step(compilers: Compilers, table: list[str], jobs: tuple[Step, ...]) ->
     assert len(temp_sizes) == 1, f"temporary bytes depend on the number of blocks: {temp_sizes}"
     moved = hlo.collectives(result.hlo)
     names = ", ".join(f"{each.name} {each.num_bytes} B" for each in moved)
+    explanation = explain(sizing.attention_call(jobs[0].config, CHIPS[jobs[0].chip]))
     table.append(
-        f"{jobs[0]}: {result.argument_bytes / GIB:.2f} GiB given, "
+        f"{jobs[0]}, {explanation.chosen}: {result.argument_bytes / GIB:.2f} GiB given, "
         f"{result.temp_bytes / GIB:.2f} GiB temporary; {names}"
     )
 
