@@ -39,7 +39,6 @@ _PRODUCER = _NUM_CONSUMERS
 _NO_PEAK = -1e30  # of a row that has seen nothing; finite, as inf - inf is NaN
 _LOG2E = math.log2(math.e)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number a matrix row
-_REGISTERS = {False: (232, 40), True: (208, 88)}  # is 8-bit -> a consumer's and the producer's
 _RESERVED_BYTES = 4096  # barriers, and what the compiler reduces through
 
 
@@ -226,7 +225,7 @@ def _tiled(shape: tuple[int, ...], dtype: np.dtype, columns: int) -> Any:
 def _run(static: _Static, refs: dict[str, Any]) -> None:
     """One thread block: every warpgroup walks over the same items."""
     warpgroup = lax.axis_index("warpgroup")
-    consumer_registers, producer_registers = _REGISTERS[static.is_quantized]
+    consumer_registers, producer_registers = _registers(static)
 
     @pl.when(warpgroup < _NUM_CONSUMERS)
     def _consumer() -> None:
@@ -239,15 +238,29 @@ def _run(static: _Static, refs: dict[str, Any]) -> None:
     def _producer() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
         produce = _produce_quantized if static.is_quantized else _produce
-        _for_items(static, refs, functools.partial(produce, static, refs))
+        num_steps = _for_items(static, refs, functools.partial(produce, static, refs))
+        for i in range(static.sizes.num_stages):  # until all that was brought is consumed
+            _await_free(static, refs["k_free"], num_steps + i)
+            _await_free(static, refs["v_free"], num_steps + i)
+
+
+def _registers(static: _Static) -> tuple[int, int]:
+    """Of a consumer and of the producer, a thread, so that neither spills; 512 for all three.
+
+    The output of a long head takes more of a consumer's; converting takes more of the producer's.
+    """
+    is_long = static.call.layout.head_dim > 128
+    if static.is_quantized:
+        return (232, 48) if is_long else (208, 88)
+    return (240, 32) if is_long else (224, 64)
 
 
 def _for_items(
     static: _Static,
     refs: dict[str, Any],
     work: Callable[[_Item, Int32[Array, ""]], None],
-) -> None:
-    """Calls work(item, blocks before it) for each item of this thread block.
+) -> Int32[Array, ""]:
+    """Calls work(item, blocks before it) for each item of this thread block; all their blocks.
 
     Items come longest first and are dealt out back and forth, so that all get about as much.
     """
@@ -280,7 +293,7 @@ def _for_items(
         work(item, step)
         return step + item.num_blocks
 
-    lax.fori_loop(0, num_rounds + is_in_last.astype(jnp.int32), visit, jnp.int32(0))
+    return lax.fori_loop(0, num_rounds + is_in_last.astype(jnp.int32), visit, jnp.int32(0))
 
 
 def _slot(static: _Static, step: Int32[Array, ""]) -> Int32[Array, ""]:
