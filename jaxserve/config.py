@@ -142,7 +142,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Meta(description="Run the model in a process of its own, or in the engine core's."),
     ] = "worker"
     attention: Annotated[
-        Literal["auto", "xla", "reference"],
+        Literal["auto", "tpu", "gpu", "xla", "reference"],
         Meta(description="Paged attention implementation; a named one is used or refused."),
     ] = "auto"
     compilation_cache_dir: Annotated[
