@@ -137,13 +137,18 @@ def schedules(chip: Chip, case: Case, program: Program) -> dict[str, Bundles]:
         }
 
 
-def execute(chip: Chip, case: Case, bundles: Bundles) -> list[Execution]:
-    """What each core of the device executes of one kernel in one call."""
+def execute(
+    chip: Chip, case: Case, bundles: Bundles, kv_lens: Sequence[int] | None = None
+) -> list[Execution]:
+    """What each core of the device executes of one kernel in one call.
+
+    kv_lens: of the rows, where not all are those of the case.
+    """
     rows = case.num_rows
     padding = [0] * (MAX_ROWS - rows)
     starts = [case.q_len * r for r in range(rows + 1)]
     known: dict[str, Sequence[int]] = {
-        f"s32[{MAX_ROWS}]": [case.kv_len] * rows + padding,
+        f"s32[{MAX_ROWS}]": [*(kv_lens or [case.kv_len] * rows), *padding],
         f"s32[{MAX_ROWS + 1}]": starts + padding,
         "s32[1]": [rows],  # and the layer: any number does
         "s32[2]": [0, 0],  # where jax's kernel begins

@@ -5,7 +5,8 @@ On a TPU it measures:
     python scripts/tune.py
 
 Where there is none it ranks TPU sizes by the compiler's schedule (see tpu_schedule.py): by the
-modelled time, then by spilled registers, then by cycles. Shapes that are not tuned anew keep their
+modelled time of a call with even rows and of one with ragged rows, then by spilled registers, then
+by cycles. Shapes that are not tuned anew keep their
 entries:
 
     scripts/with_compilers scripts/tune.py --chip v6e --case "Llama-3-8B, decode"
@@ -22,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpu_programs import CASES, CORES, Case, Program
-from tpu_schedule import model
+from tpu_programs import CASES, CORES, Case, Program, execute, schedules
+from tpu_schedule import Modelled
 
 from pallas_kernels.chips import CHIPS, Chip, chip_of
 from pallas_kernels.ragged_paged_attention import AttentionCall, KVCacheLayout
@@ -87,22 +88,36 @@ def rank(
 
 
 def by_schedule(chip: Chip, case: Case, kernel: str) -> Callable[[Sizes], Ranked | None]:
-    """Ranks by the schedule of the kernel alone."""
+    """Ranks by the schedule of the kernel alone, for the case and for one of ragged rows."""
+    lens = (None, ragged_lens(case))
 
     def evaluate(sizes: Sizes) -> Ranked | None:
         try:
-            modelled = model(chip, case, Program(kernel, {kernel: sizes}))
+            kernels = schedules(chip, case, Program(kernel, {kernel: sizes})).values()
         except RuntimeError:
             return None
-        spills = sum(loop.fills + loop.spills for loop in modelled.loops)
+        even, ragged = (
+            Modelled(chip, case, [execute(chip, case, bundles, rows) for bundles in kernels])
+            for rows in lens
+        )
+        spills = sum(loop.fills + loop.spills for loop in even.loops)
         figures = {
-            "modelled_us": round(modelled.modelled_s * 1e6, 1),
-            "cycles": modelled.cycles,
+            "modelled_us": round(even.modelled_s * 1e6, 1),
+            "cycles": even.cycles,
+            "modelled_us_ragged": round(ragged.modelled_s * 1e6, 1),
+            "cycles_ragged": ragged.cycles,
             "fills_and_spills": spills,
         }
-        return Ranked(sizes, (modelled.modelled_s, spills, modelled.cycles), figures)
+        seconds, cycles = even.modelled_s + ragged.modelled_s, even.cycles + ragged.cycles
+        return Ranked(sizes, (seconds, spills, cycles), figures)
 
     return evaluate
+
+
+def ragged_lens(case: Case) -> list[int]:
+    """Rows of every length up to the case's, evenly spread, so that no block size fits all."""
+    rows = case.num_rows
+    return [max(case.q_len, case.kv_len * (r + 1) // rows) for r in range(rows)]
 
 
 def by_measuring(chip: Chip, case: Case, kernel: str) -> Callable[[Sizes], Ranked | None]:
@@ -192,7 +207,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.chip:
         chip, how = CHIPS[arguments.chip], by_schedule
-        ranked_by = "libtpu's schedule: the larger of compute and DMA time, spills, cycles"
+        ranked_by = (
+            "libtpu's schedule, even and ragged rows: max(compute, DMA) time, spills, cycles"
+        )
     else:
         import jax
 

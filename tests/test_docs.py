@@ -33,6 +33,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_OPTION = re.compile(r"add_argument\(\s*\"(--[a-z-]+)\"")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _COMMAND = re.compile(r"\bjaxserve ([a-z]+)\b")
 _PATH = re.compile(r"\.?[\w-]+(/[\w.-]+)*(/|\.(py|md|yaml|toml|txt))")
@@ -98,10 +99,12 @@ def external_modules() -> set[str]:
 
 @functools.cache
 def flags() -> set[str]:
-    """Every option of every command."""
+    """Every option of every command, and of the scripts."""
     found = {"--help", "--version"}
     for command in COMMANDS.values():
         found |= set(command.make_parser()._option_string_actions)
+    for script in ROOT.glob("scripts/*.py"):
+        found |= set(_OPTION.findall(script.read_text(encoding="utf-8")))
     return found
 
 

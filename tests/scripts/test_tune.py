@@ -66,6 +66,11 @@ def test_candidates_are_sizes_that_the_kernels_take(tune, kernel):
                 takes(**sizes)
 
 
+def test_ragged_rows_have_every_length_up_to_the_cases(tune, case):
+    lens = tune.ragged_lens(case)
+    assert lens == [13, 26, 40]
+
+
 def test_it_measures(tune, case):
     assert 0 < tune.measure(CHIPS["cpu"], case) < 10
 
