@@ -62,7 +62,7 @@ class RowWrite(NamedTuple):
 
     start: Int32[Array, ""]
     position: Int32[Array, ""]
-    count: Int32[Array, ""]
+    num_new: Int32[Array, ""]
 
 
 class _Chunk(NamedTuple):
@@ -119,7 +119,7 @@ def write_row(
     page_size = refs.caches[0].shape[2]
     num_fetchable = refs.new[0].shape[0]
     first = row.position // sizes.chunk
-    last = (row.position + row.count - 1) // sizes.chunk
+    last = (row.position + row.num_new - 1) // sizes.chunk
 
     def chunk_at(i: Int32[Array, ""]) -> _Chunk:
         base = i * sizes.chunk
@@ -132,7 +132,7 @@ def write_row(
             token=token,
             fetch=fetch,
             new_from=jnp.maximum(row.position - base, 0),
-            new_to=jnp.minimum(row.position + row.count - base, sizes.chunk),
+            new_to=jnp.minimum(row.position + row.num_new - base, sizes.chunk),
         )
 
     def is_whole(chunk: _Chunk) -> Array:

@@ -46,12 +46,14 @@ MISTAKES = {
     },
     ("tpu", "prefill"): {
         "tpu_prefill": {
+            "where = page_id(refs.table, page + j)": "where = page_id(refs.table, page)",
+            "layer = refs.layer[0]": "layer = 1 - refs.layer[0]",
+        },
+        "tpu_prefill_tile": {
             "is_seen = key <= query": "is_seen = key < query",
             "is_seen &= key > query - window": "pass",
-            "where = page_id(refs.table, page + j)": "where = page_id(refs.table, page)",
             "(refs.out_factors[head] / total)": "(1 / total)",
             "// (pages * page_size) + 1": "// (pages * page_size)",
-            "layer = refs.layer[0]": "layer = 1 - refs.layer[0]",
         },
     },
     ("gpu", "decode"): {

@@ -1,0 +1,421 @@
+"""What the TPU's prefill kernel computes on a tile of queries and a block of K and V, all in VMEM.
+
+Queries are sorted by head, so that those of all heads that share a lane tile of K are one operand,
+[heads x tokens, lanes], and back again. In between is a running softmax (Dao et al., 2022).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+from pallas_kernels.ragged_paged_attention.tpu_common import (
+    LANES,
+    MASKED,
+    compute_dtype,
+    dequantize,
+    precision,
+)
+from pallas_kernels.ragged_paged_attention.tpu_kv_write import WriteSizes
+
+LOG2_E = math.log2(math.e)
+_ROWS = 256  # rows of a product of weights and values
+_KEYS = 256  # and keys: what the registers hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The static facts of the kernel.
+
+    width: lanes of a group of KV heads that are computed on together, one or more whole tiles.
+    num_groups: such groups in a token's K.
+    group_heads: query heads of a group; with pad heads where K has some.
+    token_heads: query heads of a token in memory, padded so that a token is whole tiles.
+    num_queries: tokens of a tile of queries.
+    block_pages: pages of a block of K.
+    """
+
+    call: AttentionCall
+    width: int
+    num_groups: int
+    group_heads: int
+    token_heads: int
+    num_queries: int
+    block_pages: int
+    write: WriteSizes
+
+    @property
+    def num_keys(self) -> int:
+        return self.block_pages * self.call.layout.page_size
+
+    @property
+    def rows(self) -> int:
+        """Rows of the operand that holds the queries of a group."""
+        return self.group_heads * self.num_queries
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads that are computed: all but those of `token_heads` that no group has."""
+        return self.num_groups * self.group_heads
+
+    @property
+    def pack(self) -> int:
+        """Elements of q, of one lane, in a 32-bit word."""
+        return 4 // self.call.q_dtype.itemsize
+
+    @property
+    def edge_pages(self) -> int:
+        """Pages of the parts of a block in which something is masked."""
+        half, rest = divmod(self.block_pages, 2)
+        is_whole = half and not rest and half * self.call.layout.page_size % LANES == 0
+        return half if is_whole else self.block_pages
+
+    @property
+    def part_pages(self) -> int:
+        """Pages of the parts in which weights meet values."""
+        page_size = self.call.layout.page_size
+        unit = LANES // math.gcd(LANES, page_size)
+        return max(1, _KEYS // (unit * page_size)) * unit
+
+    def keys_of(self, page: int, num_pages: int) -> slice:
+        """The keys of some pages of a block."""
+        return slice(
+            page * self.call.layout.page_size, (page + num_pages) * self.call.layout.page_size
+        )
+
+    @property
+    def parts(self) -> list[slice]:
+        """Rows that are computed on together: of whole heads."""
+        heads = max(1, min(_ROWS // self.num_queries, self.group_heads))
+        while self.group_heads % heads:
+            heads -= 1
+        size = heads * self.num_queries
+        return [slice(start, start + size) for start in range(0, self.rows, size)]
+
+    def place(self, head: int) -> tuple[int, Any]:
+        """The group of a query head, and its rows there."""
+        group, i = divmod(head, self.group_heads)
+        return group, pl.ds(i * self.num_queries, self.num_queries)
+
+
+class Refs(NamedTuple):
+    """The kernel's operands; memory spaces as `prefill` gives them."""
+
+    layer: Any  # [1] int32
+    num_rows: Any  # [1] int32
+    kv_lens: Any  # [R] int32
+    cu_q_lens: Any  # [R + 1] int32
+    score_factors: Any  # [token_heads] float32
+    out_factors: Any  # [token_heads] float32
+    sinks: Any  # [token_heads] float32
+    tables_hbm: Any  # [R, C, 128] int32
+    q_hbm: Any  # [T, token_heads, width]
+    k_new: Any  # [T2, X]
+    v_new: Any  # [T2, X]
+    out_in: Any  # the same memory as `out`
+    k_in: Any
+    v_in: Any
+    out: Any  # [T, token_heads, width]
+    k_cache: Any  # [L, P, S, X]
+    v_cache: Any  # [L, P, S, X]
+    table: Any  # [C, 128] int32
+    q_tokens: Any  # [num_queries, token_heads, width] as in memory
+    out_tokens: Any  # [num_queries, token_heads, width] as in memory
+    words: Any  # [lane tiles, _, 128] one of these as 32-bit words: two heads each, if of 16 bits
+    q: Any  # [num_groups, rows, width] in the compute dtype
+    keys: Any  # [_BUFFERS, block_pages, S, X]
+    values: Any  # [_BUFFERS, block_pages, S, X]; finite everywhere
+    peak: Any  # [num_groups, rows, 128] float32, the same in all lanes
+    total: Any  # [num_groups, rows, 128] float32, the sum is that of the lanes
+    acc: Any  # [num_groups, rows, width] float32
+    scores: Any  # [rows, num_keys] float32
+    weights: Any  # [rows, num_keys] in the compute dtype
+    new_peak: Any  # [rows, 128] float32: `peak` after the turn
+    fading: Any  # [rows, 128] float32: what the turn multiplies older sums by
+    sems: Any  # [3] of the table, of queries and of outputs
+    block_sems: Any  # [_BUFFERS]
+    chunks: Any  # these four: see `WriteRefs`
+    sources: Any
+    read_sems: Any
+    write_sems: Any
+
+
+class Tile(NamedTuple):
+    """A tile of queries: tokens token..token + num_queries, of which the row owns own_from..own_to.
+
+    position: that of its first token, which may be one of another row: then, any number.
+    low, high: the positions of its first and last own token.
+    first_page, end_page: the pages that it can see.
+    """
+
+    token: Int32[Array, ""]
+    own_from: Int32[Array, ""]
+    own_to: Int32[Array, ""]
+    position: Int32[Array, ""]
+    low: Int32[Array, ""]
+    high: Int32[Array, ""]
+    first_page: Int32[Array, ""]
+    end_page: Int32[Array, ""]
+
+
+def take_queries(shape: Shape, refs: Refs) -> None:
+    """Sorts a tile's queries by head: strided loads, which only 32-bit words have."""
+
+    def copy(tokens: Any, rows: Any) -> None:
+        x = refs.q_tokens[tokens]
+        x = pltpu.bitcast(x.reshape(x.shape[0] * x.shape[1], x.shape[2]), jnp.uint32)
+        for i, lanes in enumerate(_lane_tiles(shape)):
+            refs.words[i, rows] = x[:, lanes]
+
+    _for_words(shape, copy)
+    for word, heads in _words_of_heads(shape):
+        at = pl.ds(word, shape.num_queries, shape.token_heads // shape.pack)
+        for i, lanes in enumerate(_lane_tiles(shape)):
+            bits = refs.words[i, at]
+            parts = [bits] if shape.pack == 1 else [bits << 16, bits & jnp.uint32(0xFFFF0000)]
+            for head, part in zip(heads, parts, strict=False):
+                group, rows = shape.place(head)
+                refs.q[group, rows, lanes] = pltpu.bitcast(part, jnp.float32).astype(refs.q.dtype)
+
+
+def put_outputs(shape: Shape, refs: Refs) -> None:
+    """Sorts finished outputs by token; the inverse of `take_queries`."""
+    for word, heads in _words_of_heads(shape):
+        at = pl.ds(word, shape.num_queries, shape.token_heads // shape.pack)
+        for i, lanes in enumerate(_lane_tiles(shape)):
+            parts = []
+            for head in heads:
+                group, rows = shape.place(head)
+                total = jnp.sum(refs.total[group, rows], axis=1, keepdims=True)
+                output = refs.acc[group, rows, lanes] * (refs.out_factors[head] / total)
+                output = output.astype(refs.out_tokens.dtype).astype(jnp.float32)
+                parts.append(pltpu.bitcast(output, jnp.uint32))
+            if shape.pack == 2:
+                parts[0] >>= 16
+            refs.words[i, at] = functools.reduce(jnp.bitwise_or, parts)
+
+    def copy(tokens: Any, rows: Any) -> None:
+        x = jnp.concatenate([refs.words[i, rows] for i in range(refs.words.shape[0])], axis=1)
+        x = pltpu.bitcast(x, refs.out_tokens.dtype)
+        refs.out_tokens[tokens] = x.reshape(-1, *refs.out_tokens.shape[1:])
+
+    _for_words(shape, copy)
+
+
+def _lane_tiles(shape: Shape) -> list[slice]:
+    return [slice(lane, lane + LANES) for lane in range(0, shape.width, LANES)]
+
+
+def _words_of_heads(shape: Shape) -> list[tuple[int, range]]:
+    """Words of a token, and the heads in each."""
+    starts = range(0, shape.num_heads, shape.pack)
+    return [(s // shape.pack, range(s, min(s + shape.pack, shape.num_heads))) for s in starts]
+
+
+def _for_words(shape: Shape, copy: Callable[[Any, Any], None]) -> None:
+    """Calls `copy` with parts of a tile's tokens and where these are in `words`."""
+    tokens = math.gcd(shape.num_queries, 8)
+    rows = tokens * shape.token_heads // shape.pack
+
+    def turn(i: Int32[Array, ""], _: None) -> None:
+        copy(pl.ds(i * tokens, tokens), pl.ds(pl.multiple_of(i * rows, rows), rows))
+
+    jax.lax.fori_loop(0, shape.num_queries // tokens, turn, None)
+
+
+def start_softmax(shape: Shape, refs: Refs) -> None:
+    """Nothing seen yet but the sinks."""
+    if not shape.call.has_sinks:
+        refs.peak[...] = jnp.full(refs.peak.shape, MASKED, jnp.float32)
+        refs.total[...] = jnp.zeros(refs.total.shape, jnp.float32)
+    else:
+        part = (shape.num_queries, LANES)
+        lane = jax.lax.broadcasted_iota(jnp.int32, part, 1)
+        for head in range(shape.num_heads):
+            group, at = shape.place(head)
+            refs.peak[group, at] = jnp.full(part, refs.sinks[head] * np.float32(LOG2_E))
+            refs.total[group, at] = jnp.where(lane == 0, 1.0, 0.0)
+    refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
+
+
+def attend_block(
+    shape: Shape, refs: Refs, tile: Tile, block: Int32[Array, ""], buffer: Int32[Array, ""]
+) -> None:
+    """One turn of the running softmax of all heads.
+
+    Where something is masked, a block is taken in parts, up to the last that any query sees.
+    """
+    window, page_size = shape.call.sliding_window, shape.call.layout.page_size
+    key = (tile.first_page + block * shape.block_pages) * page_size
+    is_inside = key + shape.num_keys - 1 <= tile.low
+    if window is not None:
+        is_inside &= key > tile.high - window
+
+    def all_groups(page: Int32[Array, ""] | int, pages: int, edge: Int32[Array, ""] | None) -> None:
+        def one(group: Int32[Array, ""], _: None) -> None:
+            _attend_group(shape, refs, (buffer, page, pages), group, edge)
+
+        jax.lax.fori_loop(0, shape.num_groups, one, None)
+
+    pages = shape.edge_pages
+
+    def one_part(i: Int32[Array, ""], _: None) -> None:
+        all_groups(i * pages, pages, tile.position - key - i * pages * page_size)
+
+    @pl.when(is_inside)
+    def _() -> None:
+        all_groups(0, shape.block_pages, None)
+
+    @pl.when(~is_inside)
+    def _() -> None:
+        num_parts = (tile.high - key) // (pages * page_size) + 1
+        num_parts = jnp.minimum(num_parts, shape.block_pages // pages)
+        jax.lax.fori_loop(0, num_parts, one_part, None)
+
+
+def _attend_group(
+    shape: Shape,
+    refs: Refs,
+    where: tuple[Int32[Array, ""], Int32[Array, ""] | int, int],
+    group: Int32[Array, ""],
+    edge: Int32[Array, ""] | None,
+) -> None:
+    """One turn of the running softmax of a group of heads.
+
+    Scores of all rows come first. Then weights and products with values alternate, in parts whose
+    weights the registers hold: the vector units make those of a part while the matrix units are
+    busy with those of the part before.
+
+    where: the buffer, the first page in it and how many.
+    edge: as `_mask` takes it; None where all is seen.
+    """
+    buffer, page, num_pages = where
+    lanes = pl.ds(pl.multiple_of(group * shape.width, shape.width), shape.width)
+
+    # Two conditions that always hold: what is in one of them is put in order by itself, and the
+    # compiler no longer lets weights wait in registers for scores that are not there yet.
+    @pl.when(group >= 0)
+    def _() -> None:
+        for rows in shape.parts:
+            keys = _elements(shape, refs.keys.at[buffer, pl.ds(page, num_pages), :, lanes])
+            _score(shape, refs, group, rows, keys, edge)
+
+    part_pages = math.gcd(num_pages, shape.part_pages)
+    parts = [(rows, i) for i in range(0, num_pages, part_pages) for rows in shape.parts]
+
+    @pl.when(group <= shape.num_groups)
+    def _() -> None:
+        for done, todo in zip([None, *parts], [*parts, None], strict=True):
+            if todo is not None:
+                _weigh(refs, group, todo[0], shape.keys_of(todo[1], part_pages))
+            if done is not None:
+                rows, pages = done[0], pl.ds(page + done[1], part_pages)
+                values = _elements(shape, refs.values.at[buffer, pages, :, lanes])
+                _add_values(refs, group, rows, shape.keys_of(done[1], part_pages), values)
+
+
+def _score(
+    shape: Shape,
+    refs: Refs,
+    group: Int32[Array, ""],
+    rows: slice,
+    keys: Float[Array, "C W"],
+    edge: Int32[Array, ""] | None,
+) -> None:
+    """Scores of some rows, and the largest of each row so far."""
+    scores = _product(refs.q[group, rows], keys, (1, 1))
+    scores = _scale(
+        shape, refs, group * shape.group_heads + rows.start // shape.num_queries, scores
+    )
+    if edge is not None:
+        scores = _mask(shape, scores, edge)
+    refs.scores[rows, : keys.shape[0]] = scores
+    old_peak = refs.peak[group, rows]
+    peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
+    refs.peak[group, rows] = peak
+    refs.new_peak[rows] = peak
+    refs.fading[rows] = jnp.exp2(old_peak - peak)
+
+
+def _weigh(refs: Refs, group: Int32[Array, ""], rows: slice, keys: slice) -> None:
+    """Weights of some rows and keys, and their sum so far."""
+    repeats = (keys.stop - keys.start) // LANES
+    peak = jnp.concatenate([refs.new_peak[rows]] * repeats, axis=1)
+    weights = jnp.exp2(refs.scores[rows, keys] - peak)
+    refs.weights[rows, keys] = weights.astype(refs.weights.dtype)
+    total = refs.total[group, rows]
+    if keys.start == 0:
+        total *= refs.fading[rows]
+    for i in range(repeats):
+        total += weights[:, i * LANES : (i + 1) * LANES]
+    refs.total[group, rows] = total
+
+
+def _add_values(
+    refs: Refs, group: Int32[Array, ""], rows: slice, keys: slice, values: Float[Array, "C W"]
+) -> None:
+    """Adds the weighted values of some rows and keys."""
+    acc = refs.acc[group, rows]
+    if keys.start == 0:
+        acc *= jnp.concatenate([refs.fading[rows]] * (acc.shape[1] // LANES), axis=1)
+    refs.acc[group, rows] = acc + _product(refs.weights[rows, keys], values, (1, 0))
+
+
+def _elements(shape: Shape, ref: Any) -> Float[Array, "C W"]:
+    """K or V of some pages and a group of heads, in the compute dtype, not scaled."""
+    elements = dequantize(ref[...], shape.call.layout, compute_dtype(shape.call))
+    return elements.reshape(-1, shape.width)
+
+
+def _product(
+    a: Float[Array, "M _"], b: Float[Array, "..."], contract: tuple[int, int]
+) -> Float32[Array, "M _"]:
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _scale(
+    shape: Shape, refs: Refs, head: Int32[Array, ""], scores: Float32[Array, "M C"]
+) -> Float32[Array, "M C"]:
+    """Scores of query heads from `head` on as what 2 is raised to."""
+    soft_cap, size = shape.call.soft_cap, shape.num_queries
+    parts = []
+    for i in range(scores.shape[0] // size):
+        part = scores[i * size : (i + 1) * size] * refs.score_factors[head + i]
+        if soft_cap is not None:
+            part = jnp.tanh(part) * np.float32(soft_cap * LOG2_E)
+        parts.append(part)
+    return jnp.concatenate(parts, axis=0)
+
+
+def _mask(
+    shape: Shape, scores: Float32[Array, "M C"], to_query: Int32[Array, ""]
+) -> Float32[Array, "M C"]:
+    """Scores, masked where a query does not see a key.
+
+    to_query: the position of the tile's first query minus that of the first key.
+    """
+    window, size = shape.call.sliding_window, shape.num_queries
+    part = (size, scores.shape[1])
+    key = jax.lax.broadcasted_iota(jnp.int32, part, 1)
+    query = jax.lax.broadcasted_iota(jnp.int32, part, 0) + to_query
+    is_seen = key <= query
+    if window is not None:
+        is_seen &= key > query - window
+    heads = [scores[i : i + size] for i in range(0, scores.shape[0], size)]
+    return jnp.concatenate([jnp.where(is_seen, head, MASKED) for head in heads], axis=0)
