@@ -5,10 +5,9 @@ zero but for the lanes of its own KV head. That costs more multiplications than 
 reading the pages is what takes the time, and so they are read once, as they lie.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +22,21 @@ from pallas_kernels.ragged_paged_attention import tpu_common as common
 from pallas_kernels.ragged_paged_attention.layout import KVCache, KVCacheLayout
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from pallas_kernels.ragged_paged_attention.tpu_common import LANES, MASKED, TpuCall
+from pallas_kernels.ragged_paged_attention.tpu_decode_state import (
+    OUT_SLOTS,
+    ROW_SLOTS,
+    BlockSizes,
+    Cursor,
+    Kernel,
+    Pending,
+    Refs,
+    Row,
+)
 
 _LOG2_E = math.log2(math.e)  # the softmax is to base 2
-_ROW_SLOTS = 4  # rows whose queries are on their way or in use: more than blocks are in flight
-_OUT_SLOTS = 2  # rows whose results are on their way out or being made
 _BLOCK_S = 1.3e-6  # seconds that the DMAs of a block take
 _SHORT = LANES  # tokens of a block that is cheaper
 _UNROLL = 8  # pages in one turn of the loop that starts DMAs, rows in one that looks at rows
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
-    """pages_per_block: pages that are computed with at a time.
-    num_buffers: blocks in VMEM, all but two of them on their way; 3 to 5.
-    chunk: tokens of a block in one product.
-    """
-
-    pages_per_block: int
-    num_buffers: int
-    chunk: int
 
 
 def block_sizes(call: AttentionCall) -> BlockSizes:
@@ -73,99 +68,6 @@ def vmem_bytes(call: AttentionCall) -> int:
     blocks = 2 * sizes.num_buffers * tokens * layout.token_width * layout.storage_dtype.itemsize
     heads = call.num_heads + 8  # queries in their lanes, sums, and a product on its way to them
     return blocks + heads * (layout.token_width * 3 + tokens * 2 + 16 * LANES) * 4
-
-
-class _Refs(NamedTuple):
-    """Everything the kernel reads and writes, in the order that it is handed over."""
-
-    layer: Any  # [1] i32 SMEM
-    num_rows: Any  # [1] i32 SMEM
-    kv_lens: Any  # [R] i32 SMEM
-    cu_q_lens: Any  # [R+1] i32 SMEM
-    tables: Any  # [R, C, 128] i32 HBM
-    q: Any  # [T, N, H] HBM
-    kv_new: Any  # [R, 2, X] i32 HBM: the bits of K and V, repeated to fill 32
-    heads: Any  # [3, N, 128] f32 VMEM: score factors, out factors, sinks
-    out: Any  # [T, N, H] HBM
-    k_cache: Any  # [L, P, S, X] HBM
-    v_cache: Any  # [L, P, S, X] HBM
-    k_buffer: Any  # [num_buffers, tokens of a block, X] VMEM
-    v_buffer: Any  # [num_buffers, tokens of a block, X] VMEM
-    q_buffer: Any  # [_ROW_SLOTS, N, H] VMEM
-    new_buffer: Any  # [_ROW_SLOTS, 2, X] i32 VMEM
-    out_buffer: Any  # [_OUT_SLOTS, N, H] VMEM
-    write_buffer: Any  # [_OUT_SLOTS, 2, tokens of a tile, X] VMEM
-    wide_q: Any  # [N, X] compute dtype VMEM
-    acc: Any  # [N, X] f32 VMEM
-    weights: Any  # [N, tokens of a block] compute dtype VMEM
-    peak: Any  # [N, 128] f32 VMEM, the same in all lanes
-    fade: Any  # [N, 128] f32 VMEM: what becomes of sums of earlier blocks
-    total: Any  # [2, N, 128] f32 VMEM: its lanes' sum is the total
-    table: Any  # [2, C, 128] i32 SMEM
-    rows: Any  # [R] i32 SMEM: the rows of one new token, as many as there are
-    last_page: Any  # [num_buffers] i32 SMEM: id of the last page in each buffer
-    block_sems: Any  # [num_buffers, 2] DMA
-    table_sems: Any  # [2] DMA
-    row_sems: Any  # [_ROW_SLOTS] DMA
-    out_sems: Any  # [_OUT_SLOTS] DMA
-    write_sems: Any  # [_OUT_SLOTS] DMA
-
-
-class _Row(NamedTuple):
-    """Where the pages of a row lie that its token attends to."""
-
-    id: Int32[Array, ""]
-    kv_len: Int32[Array, ""]
-    first_page: Int32[Array, ""]  # in the block table
-    num_pages: Int32[Array, ""]
-    num_blocks: Int32[Array, ""]
-
-
-class _Cursor(NamedTuple):
-    """A block: of which decode row, which of its blocks, and the buffer for it."""
-
-    row: Int32[Array, ""]
-    block: Int32[Array, ""]
-    buffer: Int32[Array, ""]
-
-
-class _Pending(NamedTuple):
-    """A block whose weights are known, but have not met its values yet."""
-
-    row: Int32[Array, ""]
-    buffer: Int32[Array, ""]
-    is_last: Int32[Array, ""]  # of its row
-    is_short: Int32[Array, ""]  # no tokens after the first `_SHORT`; so it is the last
-
-
-class _Kernel(NamedTuple):
-    """The static facts, the refs, and this core's share of the rows: every `num_cores`-th."""
-
-    call: AttentionCall
-    sizes: BlockSizes
-    refs: _Refs
-    core: Int32[Array, ""]
-    num_rows: Int32[Array, ""]
-
-    @property
-    def layout(self) -> KVCacheLayout:
-        return self.call.layout
-
-    def row(self, i: Int32[Array, ""]) -> _Row:
-        refs, size = self.refs, self.layout.page_size
-        index = refs.rows[i * self.call.chip.num_cores + self.core]
-        kv_len = refs.kv_lens[index]
-        first = jnp.int32(0)
-        if self.call.sliding_window is not None:
-            first = common.divide(jnp.maximum(kv_len - self.call.sliding_window, 0), size)
-        num_pages = common.divide(kv_len + (size - 1), size) - first
-        per_block = self.sizes.pages_per_block
-        num_blocks = common.divide(num_pages + (per_block - 1), per_block)
-        return _Row(index, kv_len, first, num_pages, num_blocks)
-
-    def pages_in_block(self, row: _Row, block: Int32[Array, ""]) -> Int32[Array, ""]:
-        per_block = self.sizes.pages_per_block
-        return jnp.minimum(row.num_pages - block * per_block, per_block)
 
 
 def decode(
@@ -210,10 +112,10 @@ def decode(
             scratch_shapes=[
                 buffer,
                 buffer,
-                pltpu.VMEM((_ROW_SLOTS, num_heads, head_dim), tpu.q.dtype),
-                pltpu.VMEM((_ROW_SLOTS, 2, width), jnp.int32),
-                pltpu.VMEM((_OUT_SLOTS, num_heads, head_dim), out.dtype),
-                pltpu.VMEM((_OUT_SLOTS, 2, _tile_rows(layout), width), layout.storage_dtype),
+                pltpu.VMEM((ROW_SLOTS, num_heads, head_dim), tpu.q.dtype),
+                pltpu.VMEM((ROW_SLOTS, 2, width), jnp.int32),
+                pltpu.VMEM((OUT_SLOTS, num_heads, head_dim), out.dtype),
+                pltpu.VMEM((OUT_SLOTS, 2, _tile_rows(layout), width), layout.storage_dtype),
                 pltpu.VMEM((num_heads, width), common.compute_dtype(call)),
                 pltpu.VMEM((num_heads, width), jnp.float32),
                 pltpu.VMEM((num_heads, tokens), common.compute_dtype(call)),
@@ -224,7 +126,7 @@ def decode(
                 pltpu.SMEM((num_rows,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
                 dma((sizes.num_buffers, 2)),
-                *(dma((slots,)) for slots in (2, _ROW_SLOTS, _OUT_SLOTS, _OUT_SLOTS)),
+                *(dma((slots,)) for slots in (2, ROW_SLOTS, OUT_SLOTS, OUT_SLOTS)),
             ],
         ),
         input_output_aliases=updated,
@@ -252,11 +154,11 @@ def _repeat_bits(x: Shaped[Array, "R X"]) -> Int32[Array, "R X"]:
 def _kernel(*args_ref: Any, call: AttentionCall, sizes: BlockSizes) -> None:
     # Scalars, inputs, outputs and scratch; the last three inputs are the outputs.
     num_inputs = 4 + 4
-    refs = _Refs(*args_ref[:num_inputs], *args_ref[num_inputs + 3 :])
+    refs = Refs(*args_ref[:num_inputs], *args_ref[num_inputs + 3 :])
     core = pl.program_id(0)
     num_decode = _find_rows(refs)
     mine = common.divide(num_decode - core + (call.chip.num_cores - 1), call.chip.num_cores)
-    kernel = _Kernel(call, sizes, refs, core, mine)
+    kernel = Kernel(call, sizes, refs, core, mine)
 
     # Where weights are zero, values must be finite: they are those of some row, or these zeros.
     def clear(i: Int32[Array, ""], _: None) -> None:
@@ -274,10 +176,10 @@ def _kernel(*args_ref: Any, call: AttentionCall, sizes: BlockSizes) -> None:
     def _() -> None:
         zero = jnp.int32(0)
         _table_copies(kernel, zero, lambda copy: copy.start())
-        first = fetch = _Cursor(zero, zero, zero)
+        first = fetch = Cursor(zero, zero, zero)
         for _ahead in range(sizes.num_buffers - 2):
             fetch = _fetch(kernel, fetch)
-        pending = _Pending(zero, jnp.int32(sizes.num_buffers - 1), zero, zero)
+        pending = Pending(zero, jnp.int32(sizes.num_buffers - 1), zero, zero)
         state = jax.lax.while_loop(
             lambda state: state[1].row < mine,
             functools.partial(_turn, kernel),
@@ -286,14 +188,14 @@ def _kernel(*args_ref: Any, call: AttentionCall, sizes: BlockSizes) -> None:
         pending = state[2]
         _add_values(kernel, pending.buffer, refs.weights.shape[1])
         _finish_row(kernel, pending.row)
-        for slot in range(_OUT_SLOTS):
+        for slot in range(OUT_SLOTS):
 
             @pl.when(mine > slot)
             def _(slot: int = slot) -> None:
                 _wait_results(kernel, slot)
 
 
-def _find_rows(refs: _Refs) -> Int32[Array, ""]:
+def _find_rows(refs: Refs) -> Int32[Array, ""]:
     """Lists the rows of one new token in `refs.rows`; returns how many there are."""
 
     num_rows, max_rows = refs.num_rows[0], refs.rows.shape[0]
@@ -307,7 +209,7 @@ def _find_rows(refs: _Refs) -> Int32[Array, ""]:
     return jax.lax.fori_loop(0, max_rows, look, jnp.int32(0), unroll=unroll)
 
 
-def _table_copies(kernel: _Kernel, i: Int32[Array, ""], do: Any) -> None:
+def _table_copies(kernel: Kernel, i: Int32[Array, ""], do: Any) -> None:
     """Does something with each DMA of the i-th decode row's block table."""
     refs, row = kernel.refs, kernel.row(i)
 
@@ -323,9 +225,9 @@ def _table_copies(kernel: _Kernel, i: Int32[Array, ""], do: Any) -> None:
     jax.lax.fori_loop(0, chunks, one, None)
 
 
-def _row_copies(kernel: _Kernel, i: Int32[Array, ""], row: _Row) -> list[Any]:
+def _row_copies(kernel: Kernel, i: Int32[Array, ""], row: Row) -> list[Any]:
     """DMAs of what the i-th decode row needs beside its pages."""
-    refs, slot = kernel.refs, i & (_ROW_SLOTS - 1)
+    refs, slot = kernel.refs, i & (ROW_SLOTS - 1)
     token, sem = refs.cu_q_lens[row.id], refs.row_sems.at[slot]
     return [
         pltpu.make_async_copy(refs.q.at[token], refs.q_buffer.at[slot], sem),
@@ -333,7 +235,7 @@ def _row_copies(kernel: _Kernel, i: Int32[Array, ""], row: _Row) -> list[Any]:
     ]
 
 
-def _fetch(kernel: _Kernel, cursor: _Cursor) -> _Cursor:
+def _fetch(kernel: Kernel, cursor: Cursor) -> Cursor:
     """Starts the DMAs of a block, and those of its row if it is the first; moves on."""
     refs, size = kernel.refs, kernel.layout.page_size
     i, block, buffer = cursor
@@ -379,17 +281,17 @@ def _fetch(kernel: _Kernel, cursor: _Cursor) -> _Cursor:
     return _next(kernel, cursor, row)
 
 
-def _next(kernel: _Kernel, cursor: _Cursor, row: _Row) -> _Cursor:
+def _next(kernel: Kernel, cursor: Cursor, row: Row) -> Cursor:
     """The block after one of `row`."""
     is_last = cursor.block + 1 >= row.num_blocks
-    return _Cursor(
+    return Cursor(
         jnp.where(is_last, cursor.row + 1, cursor.row),
         jnp.where(is_last, 0, cursor.block + 1),
         jnp.where(cursor.buffer == kernel.sizes.num_buffers - 1, 0, cursor.buffer + 1),
     )
 
 
-def _wait_block(kernel: _Kernel, buffer: Int32[Array, ""], num_pages: Int32[Array, ""]) -> None:
+def _wait_block(kernel: Kernel, buffer: Int32[Array, ""], num_pages: Int32[Array, ""]) -> None:
     refs, size = kernel.refs, kernel.layout.page_size
 
     def wait(part: Any) -> None:
@@ -411,9 +313,7 @@ def _wait_block(kernel: _Kernel, buffer: Int32[Array, ""], num_pages: Int32[Arra
         jax.lax.fori_loop(0, num_pages, one, None)
 
 
-def _turn(
-    kernel: _Kernel, state: tuple[_Cursor, _Cursor, _Pending]
-) -> tuple[_Cursor, _Cursor, _Pending]:
+def _turn(kernel: Kernel, state: tuple[Cursor, Cursor, Pending]) -> tuple[Cursor, Cursor, Pending]:
     """Starts one block's DMAs, weighs another's keys and adds up the values of the one before that.
 
     The last two do not wait for each other, so the matrix units work on one while the vector units
@@ -459,13 +359,13 @@ def _turn(
         def _() -> None:
             _finish_row(kernel, pending.row)
 
-    pending = _Pending(i, buffer, is_last.astype(jnp.int32), is_short)
+    pending = Pending(i, buffer, is_last.astype(jnp.int32), is_short)
     return fetch, _next(kernel, here, row), pending
 
 
-def _finish_row(kernel: _Kernel, i: Int32[Array, ""]) -> None:
+def _finish_row(kernel: Kernel, i: Int32[Array, ""]) -> None:
     """Sends the output of the i-th decode row on its way."""
-    refs, slot = kernel.refs, i & (_OUT_SLOTS - 1)
+    refs, slot = kernel.refs, i & (OUT_SLOTS - 1)
     refs.out_buffer[slot] = _result(kernel, i).astype(refs.out_buffer.dtype)
     token = refs.cu_q_lens[kernel.row(i).id]
     pltpu.make_async_copy(
@@ -473,7 +373,7 @@ def _finish_row(kernel: _Kernel, i: Int32[Array, ""]) -> None:
     ).start()
 
 
-def _wait_results(kernel: _Kernel, slot: int | Int32[Array, ""]) -> None:
+def _wait_results(kernel: Kernel, slot: int | Int32[Array, ""]) -> None:
     """Until a row's output and its token's K and V have left their buffers."""
     refs = kernel.refs
     written = refs.write_buffer.at[slot, :, pl.ds(0, common.write_group(kernel.layout))]
@@ -481,17 +381,17 @@ def _wait_results(kernel: _Kernel, slot: int | Int32[Array, ""]) -> None:
         pltpu.make_async_copy(place, place, sem.at[slot]).wait()
 
 
-def _start_row(kernel: _Kernel, i: Int32[Array, ""], row: _Row) -> None:
+def _start_row(kernel: Kernel, i: Int32[Array, ""], row: Row) -> None:
     """Spreads the queries of the i-th decode row over their KV heads' lanes; nothing seen yet."""
     refs, layout = kernel.refs, kernel.layout
     for copy in _row_copies(kernel, i, row):
         copy.wait()
 
-    @pl.when(i >= _OUT_SLOTS)
+    @pl.when(i >= OUT_SLOTS)
     def _() -> None:
-        _wait_results(kernel, i & (_OUT_SLOTS - 1))
+        _wait_results(kernel, i & (OUT_SLOTS - 1))
 
-    q = refs.q_buffer[i & (_ROW_SLOTS - 1)].astype(jnp.float32)
+    q = refs.q_buffer[i & (ROW_SLOTS - 1)].astype(jnp.float32)
     num_heads, head_dim = q.shape
     padded = layout.padded_head_dim
     if padded > head_dim:
@@ -510,7 +410,7 @@ def _start_row(kernel: _Kernel, i: Int32[Array, ""], row: _Row) -> None:
 
 
 def _write_token(
-    kernel: _Kernel,
+    kernel: Kernel,
     i: Int32[Array, ""],
     token: Int32[Array, ""],
     num_pages: Int32[Array, ""],
@@ -522,10 +422,10 @@ def _write_token(
     """
     refs, layout = kernel.refs, kernel.layout
     size, rows = layout.page_size, _tile_rows(layout)
-    slot = i & (_OUT_SLOTS - 1)
+    slot = i & (OUT_SLOTS - 1)
     start = pl.multiple_of(common.divide(token, rows) * rows, rows)
     tile = pl.ds(start, rows)
-    new = refs.new_buffer[i & (_ROW_SLOTS - 1)]
+    new = refs.new_buffer[i & (ROW_SLOTS - 1)]
     is_new, is_later = _word_masks(layout, token - start)
 
     for kind, block in enumerate((refs.k_buffer, refs.v_buffer)):
@@ -576,7 +476,7 @@ def _word_masks(
 
 
 def _scores(
-    kernel: _Kernel, buffer: Int32[Array, ""], row: _Row, start: Int32[Array, ""], tokens: int
+    kernel: Kernel, buffer: Int32[Array, ""], row: Row, start: Int32[Array, ""], tokens: int
 ) -> list[Float32[Array, "N c"]]:
     """Scores, to base 2, of the first `tokens` of a block that begins at `start`, by chunk."""
     refs, call = kernel.refs, kernel.call
@@ -594,7 +494,7 @@ def _scores(
     return scores
 
 
-def _set_weights(kernel: _Kernel, here: _Cursor, scores: list[Float32[Array, "N c"]]) -> None:
+def _set_weights(kernel: Kernel, here: Cursor, scores: list[Float32[Array, "N c"]]) -> None:
     """Makes scores of the first tokens of a block its weights, zero for the other tokens."""
     refs = kernel.refs
     old_peak = refs.peak[...]
@@ -616,7 +516,7 @@ def _set_weights(kernel: _Kernel, here: _Cursor, scores: list[Float32[Array, "N 
     refs.total[slot] = total
 
 
-def _add_values(kernel: _Kernel, buffer: Int32[Array, ""], tokens: int) -> None:
+def _add_values(kernel: Kernel, buffer: Int32[Array, ""], tokens: int) -> None:
     """Multiplies the weights with the first `tokens` values of their block, and adds them up."""
     refs = kernel.refs
     acc = refs.acc[...] * refs.fade[:, :1]
@@ -626,13 +526,13 @@ def _add_values(kernel: _Kernel, buffer: Int32[Array, ""], tokens: int) -> None:
     refs.acc[...] = acc
 
 
-def _chunks(kernel: _Kernel, tokens: int) -> list[tuple[int, int]]:
+def _chunks(kernel: Kernel, tokens: int) -> list[tuple[int, int]]:
     chunk = min(kernel.sizes.chunk, tokens)
     return [(at, at + chunk) for at in range(0, tokens, chunk)]
 
 
 def _elements(
-    kernel: _Kernel, block_ref: Any, buffer: Int32[Array, ""], at: int, end: int
+    kernel: Kernel, block_ref: Any, buffer: Int32[Array, ""], at: int, end: int
 ) -> Float[Array, "c X"]:
     """One chunk of a block, ready to be multiplied."""
     elements = block_ref[buffer, at:end, :]
@@ -655,7 +555,7 @@ def _lane_tiles(parts: list[Float32[Array, "N c"]]) -> list[Float32[Array, "N 12
     return [p[:, at : at + LANES] for p in parts for at in range(0, p.shape[1], LANES)]
 
 
-def _result(kernel: _Kernel, i: Int32[Array, ""]) -> Float32[Array, "N H"]:
+def _result(kernel: Kernel, i: Int32[Array, ""]) -> Float32[Array, "N H"]:
     """The finished output of the row: of each query head, the part of its own KV head's values."""
     refs, layout = kernel.refs, kernel.layout
     num_heads = refs.acc.shape[0]
