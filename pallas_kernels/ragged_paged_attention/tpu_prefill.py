@@ -74,7 +74,10 @@ class _Row(NamedTuple):
 
 
 def default_sizes(call: AttentionCall, num_tokens: int) -> PrefillSizes:
-    """As many rows as keep the matrix units busy, and as large a block as VMEM has room for."""
+    """Tuned ones; else as many rows as keep the matrix units busy, and all keys that fit VMEM."""
+    tuned = call.tuned_sizes("tpu_prefill")
+    if tuned is not None:
+        return PrefillSizes(**tuned)
     room = _vmem_limit(call.chip) * 9 // 10
     sizes = PrefillSizes(_MAX_QUERIES, _MAX_KEYS)
 

@@ -1,4 +1,4 @@
-"""The TPU kernel for prefill, simulated with race detection, on rows of none or several tokens."""
+"""The TPU kernel for prefill, simulated with race detection, on rows of several tiles of queries."""
 
 import dataclasses
 import functools
@@ -21,15 +21,9 @@ from tests.kernels.cases import Case, Config, RowPlan, make_case
 
 _SIZES = PrefillSizes(num_queries=16, num_keys=128)
 
+# Longer rows than those of the common suite: several tiles of queries, several blocks of keys.
 CONFIGS = {
-    "gqa3-pad-heads": Config(9, 3, 64, 16, "bfloat16", "bfloat16", max_tokens=40),
     "gqa4": Config(8, 2, 128, 16, "bfloat16", "bfloat16", max_tokens=48, pages_per_row=20),
-    "mqa16-h80": Config(16, 1, 80, 16, "bfloat16", "bfloat16", max_tokens=40),
-    "h96-window1": Config(4, 2, 96, 8, sliding_window=1),
-    "h256-soft-cap": Config(2, 1, 256, 16, "bfloat16", "bfloat16", soft_cap=2.0),
-    "f32-over-bf16": Config(4, 2, 64, 16, "float32", "bfloat16"),
-    "int8": Config(4, 2, 64, 16, "bfloat16", "int8", has_scales=True),
-    "everything": Config(8, 4, 80, 16, "float32", "float8_e4m3fn", 11, 3.0, True, True),
     "window": Config(4, 1, 64, 16, sliding_window=100, max_tokens=48, pages_per_row=20),
 }
 
