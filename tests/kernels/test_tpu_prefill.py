@@ -1,4 +1,4 @@
-"""The TPU kernel for prefill, simulated with race detection, on rows of several tiles of queries."""
+"""The TPU kernel for prefill, simulated with race detection, on rows of several query tiles."""
 
 import dataclasses
 import functools
