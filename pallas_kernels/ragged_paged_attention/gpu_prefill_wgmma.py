@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Float32, Int32, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.gpu_tiles import Tiles, Tiling, tiling_of
@@ -245,14 +245,16 @@ def _run(static: _Static, refs: dict[str, Any]) -> None:
 
 
 def _registers(static: _Static) -> tuple[int, int]:
-    """Of a consumer and of the producer, a thread, so that neither spills; 512 for all three.
+    """Of a consumer's thread and of the producer's; at most 512 for one of each warpgroup.
 
-    The output of a long head takes more of a consumer's; converting takes more of the producer's.
+    Those with which ptxas spills least: nothing for heads up to 128, but for a word in some 8-bit
+    cases; for longer heads two words, and some 30 with 8-bit caches. The output of a long head
+    takes more of a consumer's; converting takes more of the producer's.
     """
     is_long = static.call.layout.head_dim > 128
     if static.is_quantized:
         return (232, 48) if is_long else (208, 88)
-    return (240, 32) if is_long else (224, 64)
+    return (240, 32) if is_long else (216, 80)
 
 
 def _for_items(
@@ -562,7 +564,7 @@ def _scaled(
     return soft_cap * _LOG2E - (2 * soft_cap * _LOG2E) / (powers + 1)
 
 
-def _needs_mask(static: _Static, item: _Item, start: Int32[Array, ""]) -> Array:
+def _needs_mask(static: _Static, item: _Item, start: Int32[Array, ""]) -> Bool[Array, ""]:
     """Whether some token of the tile does not see all of the block at `start`."""
     needs_mask = start + static.sizes.context - 1 > item.position
     if static.call.sliding_window is not None:
