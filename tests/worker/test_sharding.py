@@ -18,8 +18,9 @@ from jaxserve import config as configs
 from jaxserve.config import EngineConfig, resolve_for_model
 from jaxserve.errors import UserError
 from jaxserve.models.partition import pad_to, partition, place_heads
-from jaxserve.worker import sizing
+from jaxserve.worker import programs, sizing
 from pallas_kernels.chips import CHIPS
+from tests.worker import tiny
 from tests.worker.tiny import INFO
 
 ROOT = Path(__file__).parent.parent.parent
@@ -156,3 +157,15 @@ def test_a_device_serves_its_share_of_the_heads():
     for device, used in zip(free, (10, 30), strict=True):
         device.memory_stats.return_value = {"bytes_limit": 100, "bytes_in_use": used}
     assert sizing.memory_limit_bytes(free) == 70
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_a_program_that_does_not_fit_is_the_operators_error(is_memory, monkeypatch):
+    words = "RESOURCE_EXHAUSTED: 20 GiB of 16\nand more" if is_memory else "INTERNAL: a bug"
+    failing = mock.Mock(side_effect=jax.errors.JaxRuntimeError(words))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", failing)
+    with pytest.raises(UserError if is_memory else jax.errors.JaxRuntimeError) as caught:
+        programs.compile_writes(tiny.shapes().step, 4)
+    if is_memory:
+        assert caught.value.problem.endswith("memory: RESOURCE_EXHAUSTED: 20 GiB of 16")
+        assert "--mesh" in caught.value.fix
