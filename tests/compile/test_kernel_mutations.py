@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -103,12 +104,22 @@ def _mistake(module_name: str, right: str, wrong: str) -> Iterator[None]:
     assert source.count(right) == 1, f"{source.count(right)} times in {module_name}: {right}"
     names = vars(module)
     before = dict(names)
+    # Modules that have its functions by name.
+    importers = [
+        (other, name)
+        for other in [m for path, m in sys.modules.items() if path.startswith(_PACKAGE)]
+        for name, value in vars(other).items()
+        if other is not module and inspect.isfunction(value) and before.get(name) is value
+    ]
     exec(compile(source.replace(right, wrong), f"{module_name} with a mistake", "exec"), names)
-    try:
-        yield
-    finally:
-        names.clear()
-        names.update(before)
+    with pytest.MonkeyPatch.context() as patch:
+        for other, name in importers:
+            patch.setattr(other, name, names[name])
+        try:
+            yield
+        finally:
+            names.clear()
+            names.update(before)
 
 
 def test_every_mistake_can_be_made():
