@@ -33,7 +33,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-_OPTION = re.compile(r"add_argument\(\s*\"(--[a-z-]+)\"")
+_OPTION = re.compile(r"(?:add_argument|addoption)\(\s*\"(--[a-z-]+)\"")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _COMMAND = re.compile(r"\bjaxserve ([a-z]+)\b")
 _PATH = re.compile(r"\.?[\w-]+(/[\w.-]+)*(/|\.(py|md|yaml|toml|txt))")
@@ -99,11 +99,11 @@ def external_modules() -> set[str]:
 
 @functools.cache
 def flags() -> set[str]:
-    """Every option of every command, and of the scripts."""
+    """Every option of every command, of the scripts and of the compile tests."""
     found = {"--help", "--version"}
     for command in COMMANDS.values():
         found |= set(command.make_parser()._option_string_actions)
-    for script in ROOT.glob("scripts/*.py"):
+    for script in (*ROOT.glob("scripts/*.py"), ROOT / "tests" / "compile" / "conftest.py"):
         found |= set(_OPTION.findall(script.read_text(encoding="utf-8")))
     return found
 
