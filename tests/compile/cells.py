@@ -133,8 +133,10 @@ class Cell:
         return Program(jax.jit(step, donate_argnums=0), args)
 
 
+# The first of a platform gets most of the fast subset.
+CHIPS_WITH_KERNELS = ("v6e", "h100", "v5e", "v5p", "tpu7x")
 LEVELS: Mapping[str, Sequence[Any]] = {
-    "chip": tuple(COMPILED_CHIPS),
+    "chip": (*CHIPS_WITH_KERNELS, *(c for c in COMPILED_CHIPS if c not in CHIPS_WITH_KERNELS)),
     # Groups of 1, 3, 4, 8 and 16; the last two are MQA.
     "heads": ((8, 4), (8, 1), (3, 3), (8, 8), (2, 16), (1, 8), (1, 16)),
     "head_dim": (128, 64, 80, 96, 256),
@@ -157,12 +159,12 @@ LEVELS: Mapping[str, Sequence[Any]] = {
 def pairwise() -> list[Cell]:
     """Few cells in which each level of a feature meets each level of every other feature.
 
-    But heads, of which there are most, meet not every chip but both platforms. Greedy: a cell
-    begins with a pair that no cell has yet, and takes of every further feature the level that adds
-    most pairs.
+    But not every chip: dtypes meet each chip that has kernels of its own, every other feature meets
+    the kernels of both platforms, and a chip is there at least once. Greedy: a cell begins with a pair that no
+    cell has yet, and takes of every further feature the level that adds most pairs.
     """
     met: set[frozenset[tuple[str, object]]] = set()
-    cells = []
+    cells = [_complete({"chip": i}, met) for i in range(len(LEVELS["chip"]))]
     for a, b in itertools.combinations(LEVELS, 2):
         for i, j in itertools.product(range(len(LEVELS[a])), range(len(LEVELS[b]))):
             choice = {a: i, b: j}
@@ -198,7 +200,10 @@ def _pairs(choice: Mapping[str, int]) -> set[frozenset[tuple[str, object]]]:
     pairs = set()
     for a, b in itertools.combinations(choice, 2):
         levels: dict[str, object] = {a: choice[a], b: choice[b]}
-        if levels.keys() == {"chip", "heads"}:
-            levels["chip"] = COMPILED_CHIPS[LEVELS["chip"][choice["chip"]]].platform
+        if "chip" in levels:
+            name = LEVELS["chip"][choice["chip"]]
+            if name not in CHIPS_WITH_KERNELS:
+                continue
+            levels["chip"] = name if "dtypes" in levels else COMPILED_CHIPS[name].platform
         pairs.add(frozenset(levels.items()))
     return pairs
