@@ -160,8 +160,8 @@ def pairwise() -> list[Cell]:
     """Few cells in which each level of a feature meets each level of every other feature.
 
     But not every chip: dtypes meet each chip that has kernels of its own, every other feature meets
-    the kernels of both platforms, and a chip is there at least once. Greedy: a cell begins with a pair that no
-    cell has yet, and takes of every further feature the level that adds most pairs.
+    the kernels of both platforms, and a chip is there at least once. Greedy: a cell begins with a
+    pair that no cell has yet, and takes of every further feature the level that adds most pairs.
     """
     met: set[frozenset[tuple[str, object]]] = set()
     cells = [_complete({"chip": i}, met) for i in range(len(LEVELS["chip"]))]
