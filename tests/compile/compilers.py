@@ -185,7 +185,9 @@ def _compile(job: Job) -> Compiled | Refused:
 
 def ptxas_figures(said: str) -> tuple[PtxasFigures, ...]:
     """The figures of every kernel in what ptxas printed with -v."""
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads\n", said)
+    spills = re.findall(
+        r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n", said
+    )
     registers = re.findall(r"Used (\d+) registers", said)
     return tuple(
         PtxasFigures(int(count), int(stored) + int(loaded))
