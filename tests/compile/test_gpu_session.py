@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_session.py"
 
 
@@ -15,6 +17,7 @@ def _run(*argv: str) -> tuple[int, list[dict]]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.takes_minutes
 def test_every_part_gives_its_figures():
     code, lines = _run()
     outcomes = {line["part"]: line["outcome"] for line in lines if "outcome" in line}
