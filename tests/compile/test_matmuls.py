@@ -100,7 +100,7 @@ def _cells(chip: str) -> list[Quantized | Grouped]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_fast = metafunc.config.getoption("fast", default=False)
-    chips = ("v6e", "a100", "h100") if is_fast else COMPILED_CHIPS
+    chips = ("v6e", "h100") if is_fast else COMPILED_CHIPS
     kind = Grouped if "grouped" in metafunc.function.__name__ else Quantized
     cells = [cell for chip in chips for cell in _cells(chip) if isinstance(cell, kind)]
     metafunc.parametrize("jobs", [(cell,) for cell in cells], ids=map(str, cells))
