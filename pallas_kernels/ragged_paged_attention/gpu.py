@@ -7,6 +7,7 @@ from jaxtyping import Float, Float32, Int32
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache
+from pallas_kernels.ragged_paged_attention.rows import write_new_tokens
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
@@ -53,34 +54,18 @@ def ragged_paged_attention(
     v_scale: Float32[Array, " K"] | None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """See `pallas_kernels.ragged_paged_attention.ragged_paged_attention`."""
-    layout = call.layout
-    max_rows, num_pages = kv_lens.shape[0], layout.num_pages(kv_cache)
-    is_live_row = jnp.arange(max_rows) < num_rows
-    q_lens = jnp.where(is_live_row, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    pages = jnp.clip(block_tables, 0, num_pages - 1)
-
-    tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
-    ends = jnp.cumsum(q_lens)
-    row_of_token = jnp.sum(ends[None] <= tokens[:, None], axis=1)
-    is_live = row_of_token < max_rows
-    row_of_token = jnp.minimum(row_of_token, max_rows - 1)
-    positions = jnp.where(is_live, kv_lens[row_of_token] - ends[row_of_token] + tokens, 0)
-    token_pages = pages[row_of_token, positions // layout.page_size]
-    kv_cache = layout.write_tokens(
-        kv_cache,
-        layer,
-        jnp.where(is_live, token_pages, num_pages),  # num_pages: dropped
-        positions % layout.page_size,
-        layout.encode(k, k_scale),
-        layout.encode(v, v_scale),
+    rows, kv_cache = write_new_tokens(
+        *(call.layout, k, v, kv_cache, layer, block_tables, kv_lens, cu_q_lens, num_rows),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
     def part(takes_part: Array) -> GpuCall:
         return GpuCall(
-            *(q, kv_cache, jnp.asarray(layer, jnp.int32), pages),
+            *(q, kv_cache, jnp.asarray(layer, jnp.int32), rows.pages),
             kv_lens=jnp.where(takes_part, kv_lens, 0),
-            starts=jnp.where(takes_part, ends - q_lens, 0),
-            q_lens=jnp.where(takes_part, q_lens, 0),
+            starts=jnp.where(takes_part, rows.starts, 0),
+            q_lens=jnp.where(takes_part, rows.q_lens, 0),
             call=call,
             scale=scale,
             sinks=sinks,
@@ -88,11 +73,11 @@ def ragged_paged_attention(
             v_scale=v_scale,
         )
 
-    decoded = gpu_decode.decode_rows(part(q_lens == 1))
-    is_decoded = is_live & (q_lens[row_of_token] == 1)
+    decoded = gpu_decode.decode_rows(part(rows.q_lens == 1))
+    is_decoded = rows.is_live & (rows.q_lens[rows.row_of_token] == 1)
     out = jnp.where(
         is_decoded[:, None, None],
-        decoded[row_of_token].astype(q.dtype),
-        gpu_prefill.prefill_rows(part(q_lens > 1)),
+        decoded[rows.row_of_token].astype(q.dtype),
+        gpu_prefill.prefill_rows(part(rows.q_lens > 1)),
     )
     return out, kv_cache

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache, split_heads
+from pallas_kernels.ragged_paged_attention.rows import write_new_tokens
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DECODE_CHUNK = 128  # tokens of context a row in one turn of the decode loop
@@ -69,38 +70,18 @@ def ragged_paged_attention(
     v_scale: Float32[Array, " K"] | None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """See `pallas_kernels.ragged_paged_attention.ragged_paged_attention`."""
-    layout = call.layout
-    num_tokens, max_rows = q.shape[0], kv_lens.shape[0]
-    num_pages = layout.num_pages(kv_cache)
-    is_live_row = jnp.arange(max_rows) < num_rows
-    q_lens = jnp.where(is_live_row, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    starts = cu_q_lens[:-1]
-    pages = jnp.clip(block_tables, 0, num_pages - 1)
-
-    tokens = jnp.arange(num_tokens)
-    row_of_token = jnp.sum(
-        (tokens[:, None] >= cu_q_lens[None, 1:]) & is_live_row[None, :], axis=1
-    ).clip(0, max_rows - 1)
-    is_live = tokens < jnp.where(num_rows > 0, cu_q_lens[jnp.clip(num_rows, 0, max_rows)], 0)
-    positions = jnp.where(is_live, kv_lens[row_of_token] - cu_q_lens[row_of_token + 1] + tokens, 0)
-    token_pages = pages[row_of_token, positions // layout.page_size]
-    kv_cache = layout.write_tokens(
-        kv_cache,
-        layer,
-        jnp.where(is_live, token_pages, num_pages),  # num_pages: dropped
-        positions % layout.page_size,
-        layout.encode(k, k_scale),
-        layout.encode(v, v_scale),
+    rows, kv_cache = write_new_tokens(
+        *(call.layout, k, v, kv_cache, layer, block_tables, kv_lens, cu_q_lens, num_rows),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
-
     context = _Context(kv_cache, layer, call, scale, sinks, k_scale, v_scale)
-    is_decode = q_lens == 1
-    decoded = _decode_rows(context, q, pages, jnp.where(is_decode, kv_lens, 0), starts)
-    out = jnp.where(
-        (is_live & is_decode[row_of_token])[:, None, None], decoded[row_of_token], 0
-    ).astype(q.dtype)
-    tiled_lens = jnp.where(is_decode, 0, q_lens)
-    return _tile_rows(context, q, out, pages, kv_lens, starts, tiled_lens), kv_cache
+    is_decode = rows.q_lens == 1
+    decoded = _decode_rows(context, q, rows.pages, jnp.where(is_decode, kv_lens, 0), rows.starts)
+    is_decoded = rows.is_live & is_decode[rows.row_of_token]
+    out = jnp.where(is_decoded[:, None, None], decoded[rows.row_of_token], 0).astype(q.dtype)
+    tiled_lens = jnp.where(is_decode, 0, rows.q_lens)
+    return _tile_rows(context, q, out, rows.pages, kv_lens, rows.starts, tiled_lens), kv_cache
 
 
 def _decode_rows(

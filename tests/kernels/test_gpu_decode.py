@@ -12,47 +12,18 @@ import pytest
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import gpu_decode
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
-from pallas_kernels.ragged_paged_attention.layout import KVCache, from_logical
+from pallas_kernels.ragged_paged_attention.layout import KVCache
 from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES, AttentionCall
 from tests.kernels import gpu_simulator
 from tests.kernels.cases import Case, Config, RowPlan, make_case
+from tests.kernels.gpu_calls import attention_call, gpu_call, num_new_tokens
+
+# Multiprocessors: contexts are cut, and the simulator runs few thread blocks.
+_NUM_CORES = 4
 
 
-def attention_call(config: Config) -> AttentionCall:
-    return AttentionCall(
-        config.layout,
-        # Four multiprocessors: contexts are cut, and the simulator runs few thread blocks.
-        dataclasses.replace(CHIPS[config.chip], num_cores=4),
-        config.num_heads,
-        jnp.dtype(config.q_dtype),
-        config.sliding_window,
-        config.soft_cap,
-        config.has_sinks,
-        config.has_scales,
-    )
-
-
-def gpu_call(case: Case) -> GpuCall:
-    """The call as `gpu.py` would hand it on, rows of more than one token left out."""
-    config = case.config
-    is_live = np.arange(config.max_rows) < len(case.rows)
-    q_lens = np.where(is_live, case.cu_q_lens[1:] - case.cu_q_lens[:-1], 0)
-    takes_part = q_lens == 1
-    arrays = dict(
-        q=case.q,
-        kv_cache=from_logical(config.layout, jnp.asarray(case.k_after), jnp.asarray(case.v_after)),
-        layer=np.int32(case.layer),
-        pages=np.clip(case.block_tables, 0, config.num_pages - 1),
-        kv_lens=np.where(takes_part, case.kv_lens, 0),
-        starts=np.where(takes_part, case.cu_q_lens[:-1], 0),
-        q_lens=np.where(takes_part, 1, 0),
-        sinks=case.options.sinks,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-    )
-    return GpuCall(
-        **jax.tree.map(jnp.asarray, arrays), call=attention_call(config), scale=case.options.scale
-    )
+def make_call(case: Case) -> GpuCall:
+    return gpu_call(case, num_new_tokens(case) == 1, _NUM_CORES)
 
 
 # Every head dim and dtype, groups of 1 to 16, features, pages within a block and blocks within a
@@ -81,9 +52,9 @@ def test_matches_oracle(changes):
     config = dataclasses.replace(config, pages_per_row=-(-512 // config.page_size))
     plans = [RowPlan(1, 500), RowPlan(3, 40), RowPlan(1, 0), RowPlan(0, 9), RowPlan(1, 130)]
     case = make_case(config, plans, seed=1)
-    assert gpu_decode.unsupported_reason(attention_call(config)) is None
+    assert gpu_decode.unsupported_reason(attention_call(config, _NUM_CORES)) is None
     with gpu_simulator.simulate():
-        out = np.asarray(gpu_decode.decode_rows(gpu_call(case)))
+        out = np.asarray(gpu_decode.decode_rows(make_call(case)))
     expected = case.expected()
     for row, plan in enumerate(plans):
         if plan.q_len == 1:

@@ -2,18 +2,14 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
-from pallas_kernels.ragged_paged_attention.layout import from_logical
-from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from tests.kernels import gpu_simulator
 from tests.kernels.cases import Case, Config, RowPlan, make_case
+from tests.kernels.gpu_calls import attention_call, gpu_call, num_new_tokens
 
 # The simulator multiplies what is in dead slots, too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -23,50 +19,19 @@ BASE = Config(
 )
 
 
-def attention_call(config: Config) -> AttentionCall:
-    return AttentionCall(
-        config.layout,
-        # One multiprocessor does all the work, so that the ring of K and V goes round.
-        dataclasses.replace(CHIPS[config.chip], num_cores=1),
-        config.num_heads,
-        jnp.dtype(config.q_dtype),
-        config.sliding_window,
-        config.soft_cap,
-        config.has_sinks,
-        config.has_scales,
-    )
+# Multiprocessors: one does all the work, so that the ring of K and V goes round.
+_NUM_CORES = 1
 
 
-def gpu_call(case: Case) -> GpuCall:
-    """The call as `gpu.py` would hand it on, its rows of one token left out."""
-    config = case.config
-    is_live = np.arange(config.max_rows) < len(case.rows)
-    q_lens = np.where(is_live, case.cu_q_lens[1:] - case.cu_q_lens[:-1], 0)
-    q_lens = np.where(q_lens > 1, q_lens, 0)
-    arrays = dict(
-        q=case.q,
-        kv_cache=from_logical(config.layout, jnp.asarray(case.k_after), jnp.asarray(case.v_after)),
-        layer=np.int32(case.layer),
-        pages=np.clip(case.block_tables, 0, config.num_pages - 1),
-        kv_lens=np.where(q_lens > 0, case.kv_lens, 0),
-        starts=np.where(q_lens > 0, case.cu_q_lens[:-1], 0),
-        q_lens=q_lens,
-        sinks=case.options.sinks,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-    )
-    return GpuCall(
-        **jax.tree.map(jnp.asarray, arrays),
-        call=attention_call(config),
-        scale=case.options.scale,
-    )
+def make_call(case: Case) -> GpuCall:
+    return gpu_call(case, num_new_tokens(case) > 1, _NUM_CORES)
 
 
 def check(config: Config, plans: list[RowPlan], seed: int = 0) -> None:
     case = make_case(config, plans, seed)
-    assert gpu_prefill.unsupported_reason(attention_call(config)) is None
+    assert gpu_prefill.unsupported_reason(attention_call(config, _NUM_CORES)) is None
     with gpu_simulator.simulate():
-        result = gpu_prefill.prefill_rows(gpu_call(case))
+        result = gpu_prefill.prefill_rows(make_call(case))
     assert (result.shape, result.dtype) == (case.q.shape, case.q.dtype)
     out = np.asarray(result).astype(np.float64)
     expected = case.expected()

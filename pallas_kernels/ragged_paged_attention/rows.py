@@ -1,0 +1,65 @@
+"""Where the tokens of a call belong, for implementations that leave the KV write to XLA."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32
+
+from pallas_kernels.ragged_paged_attention.layout import KVCache, KVCacheLayout
+
+
+class Rows(NamedTuple):
+    """The rows of a call, garbage in padding replaced.
+
+    pages: in range everywhere.
+    q_lens: new tokens of each row, 0 for padding.  starts: the first token of each row.
+    row_of_token: in range everywhere.  is_live: of tokens that are not padding.
+    """
+
+    pages: Int32[Array, "R B"]
+    q_lens: Int32[Array, " R"]
+    starts: Int32[Array, " R"]
+    row_of_token: Int32[Array, " T"]
+    is_live: Bool[Array, " T"]
+
+
+def write_new_tokens(
+    layout: KVCacheLayout,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_cache: KVCache,
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    cu_q_lens: Int32[Array, " R+1"],
+    num_rows: int | Int32[Array, ""],
+    *,
+    k_scale: Float32[Array, " K"] | None,
+    v_scale: Float32[Array, " K"] | None,
+) -> tuple[Rows, KVCache]:
+    """The cache with this step's K and V in their slots, and what was found on the way.
+
+    Arguments are those of `ragged_paged_attention`.
+    """
+    max_rows, num_pages = kv_lens.shape[0], layout.num_pages(kv_cache)
+    is_live_row = jnp.arange(max_rows) < num_rows
+    q_lens = jnp.where(is_live_row, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    ends = jnp.cumsum(q_lens)
+    pages = jnp.clip(block_tables, 0, num_pages - 1)
+
+    tokens = jnp.arange(k.shape[0], dtype=jnp.int32)
+    row_of_token = jnp.sum(ends[None] <= tokens[:, None], axis=1)
+    is_live = row_of_token < max_rows
+    row_of_token = jnp.minimum(row_of_token, max_rows - 1)
+    positions = jnp.where(is_live, kv_lens[row_of_token] - ends[row_of_token] + tokens, 0)
+    token_pages = pages[row_of_token, positions // layout.page_size]
+    kv_cache = layout.write_tokens(
+        kv_cache,
+        layer,
+        jnp.where(is_live, token_pages, num_pages),  # num_pages: dropped
+        positions % layout.page_size,
+        layout.encode(k, k_scale),
+        layout.encode(v, v_scale),
+    )
+    return Rows(pages, q_lens, ends - q_lens, row_of_token, is_live), kv_cache
