@@ -198,8 +198,7 @@ def _bare_rate(worker: "Worker", block_size: int, rows: int) -> float:
         runner._state = runner._state._replace(step=state._replace(table=table))
     jax.block_until_ready(runner._state.step.table)
     rate = rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s)
-    # As the plans do not know of these steps, the rows are simply released.
-    runner._mirror.apply(SchedulerOutput(0, released_rows=list(range(rows))))
+    _release_rows(worker)
     return rate
 
 
@@ -207,12 +206,7 @@ def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
     """Output tokens/s while all rows decode, as `_stream_rate` counts them."""
     from jaxserve.engine.core import EngineCore
     from jaxserve.engine.executor.in_process import InProcessExecutor
-    from jaxserve.messages import (
-        EngineCoreOutputs,
-        EngineCoreRequest,
-        SamplingParams,
-        SchedulerOutput,
-    )
+    from jaxserve.messages import EngineCoreOutputs, EngineCoreRequest, SamplingParams
 
     stamps: dict[str, list[float]] = {str(row): [] for row in range(rows)}
 
@@ -238,9 +232,17 @@ def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
     while core.has_work:
         core.step()
     core.shutdown()
-    assert worker._runner is not None
-    worker._runner._mirror.apply(SchedulerOutput(0, released_rows=list(range(rows))))
+    _release_rows(worker)
     return _rate_while_all(stamps.values())
+
+
+def _release_rows(worker: "Worker") -> None:
+    """Empties the batch for the next side: no plan to come knows of the rows still in it."""
+    from jaxserve.messages import SchedulerOutput
+
+    assert worker._runner is not None
+    mirror = worker._runner._mirror
+    mirror.apply(SchedulerOutput(0, released_rows=mirror._is_live.nonzero()[0].tolist()))
 
 
 class Bare:
