@@ -16,6 +16,7 @@ from jaxserve.errors import UserError
 from jaxserve.messages import MAX_LOGPROB_TOKEN_IDS
 from jaxserve.worker.batch_state import apply_writes, num_columns
 from jaxserve.worker.buckets import Bucket
+from jaxserve.worker.program_store import Job
 from jaxserve.worker.prompt_outputs import add_pooled, piece_len, score_prompt
 from jaxserve.worker.row_options import OptionSpec, OptionState, write_options
 from jaxserve.worker.sharding import by_vocab, device_bytes, kv_cache_shapes, place
@@ -31,7 +32,6 @@ from jaxserve.worker.warmup import result_bytes, temp_bytes
 
 EXTRA_WRITES = 4096  # writes that one extra upload carries
 
-type Job = Callable[[], jax.stages.Compiled]
 type Key = tuple[str, Any]  # a field of `Programs`, and what its programs differ in
 
 

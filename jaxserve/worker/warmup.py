@@ -7,13 +7,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
 from jaxserve.errors import UserError
+from jaxserve.worker.program_store import Job, ProgramStore
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +82,16 @@ def result_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def run_parallel[Key: Hashable](
-    jobs: Mapping[Key, Callable[[], jax.stages.Compiled]],
+    jobs: Mapping[Key, Job], store: ProgramStore
 ) -> dict[Key, jax.stages.Compiled]:
-    """Runs compile jobs in threads, with a progress bar on a terminal and one log line."""
+    """Runs compile jobs in threads, with a progress bar on a terminal and one log line.
+
+    store: is asked before anything compiles, and keeps what did.
+    """
     started_s = time.perf_counter()
+    num_loaded = store.num_loaded
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {key: pool.submit(job) for key, job in jobs.items()}
+        futures = {key: pool.submit(store.load_or_run, job) for key, job in jobs.items()}
         progress = tqdm(
             concurrent.futures.as_completed(futures.values()),
             total=len(futures),
@@ -96,5 +101,12 @@ def run_parallel[Key: Hashable](
         for _ in progress:
             pass
         compiled = {key: future.result() for key, future in futures.items()}
-    logger.info("Compiled %d programs in %.1f s", len(jobs), time.perf_counter() - started_s)
+    num_loaded = store.num_loaded - num_loaded
+    logger.info(
+        "%d programs in %.1f s: %d loaded, %d compiled",
+        len(jobs),
+        time.perf_counter() - started_s,
+        num_loaded,
+        len(jobs) - num_loaded,
+    )
     return compiled

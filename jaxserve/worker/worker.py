@@ -18,6 +18,7 @@ from jaxserve.worker import sizing, warmup
 from jaxserve.worker.buckets import make_buckets
 from jaxserve.worker.logits_processors import load_logits_processors
 from jaxserve.worker.model_runner import ModelRunner
+from jaxserve.worker.program_store import ProgramStore
 from jaxserve.worker.programs import Programs, RunnerState, empty_state
 from jaxserve.worker.row_options import OptionSpec
 from jaxserve.worker.sharding import device_bytes, make_mesh
@@ -65,14 +66,16 @@ class Worker:
         sizing.size_kv_cache(
             config, chip.platform, free_bytes, step_temp_bytes=0
         )  # before the long work
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
             loading = pool.submit(load_params, config.info, dtype, mesh)
-            config, programs, state = self._compile(config, chip, mesh, free_bytes, shapes, options)
+            config, programs, state = self._compile(
+                config, chip, mesh, free_bytes, shapes, options, pool
+            )
             params = loading.result()
         self._runner = ModelRunner(
             programs,
             params,
-            empty_state(state),
+            state,
             options,
             sizing.blocks_per_sequence(config),
         )
@@ -104,11 +107,12 @@ class Worker:
         free_bytes: int,
         params: dict[str, jax.ShapeDtypeStruct],
         options: OptionSpec,
+        pool: concurrent.futures.Executor,
     ) -> tuple[EngineConfig, Programs, RunnerState]:
         """Compiles all programs, for a KV cache of the size that the largest step leaves room for.
 
-        Where the size does not hang on the step, all compile at once; else first what tells how
-        much a step needs.
+        Where the size does not hang on the step, all compile at once, and `pool` fills the cache
+        with zeros meanwhile; else first what tells how much a step needs.
         """
         scheduler = config.scheduler
         buckets = make_buckets(
@@ -132,6 +136,10 @@ class Worker:
             step = compiled.state_shapes(spec, scheduler.max_num_seqs, per_row, num_blocks)
             return compiled.runner_state_shapes(spec, options, row_counts, step)
 
+        assert config.worker.compilation_cache_dir is not None
+        store = ProgramStore(Path(config.worker.compilation_cache_dir), list(mesh.devices.flat))
+        run = functools.partial(warmup.run_parallel, store=store)
+
         # What a step needs does not depend on the cache's size: measured with the smallest one.
         smallest = shapes(per_row + 1)
         tops = top_sizes(config.model.max_logprobs, config.info.vocab_size)
@@ -145,15 +153,18 @@ class Worker:
 
         if blocks.depends_on_step:
             largest = compiled.forward_jobs(spec, buckets[:1], params, smallest.step)
-            programs = warmup.run_parallel(largest | small_jobs)
+            programs = run(largest | small_jobs)
             blocks = size(compiled.step_bytes(programs))
-            programs |= warmup.run_parallel(forward_jobs(blocks.count))
+            programs |= run(forward_jobs(blocks.count))
+            filling = None
         else:
-            programs = warmup.run_parallel(forward_jobs(blocks.count) | small_jobs)
+            filling = pool.submit(empty_state, shapes(blocks.count))
+            programs = run(forward_jobs(blocks.count) | small_jobs)
         sized = size(compiled.step_bytes(programs))
         if sized.count < blocks.count:  # the step leaves less than the platform's default
             blocks = sized
-            programs |= warmup.run_parallel(forward_jobs(sized.count))
+            filling = None
+            programs |= run(forward_jobs(sized.count))
         logger.info(
             "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",
             blocks.count,
@@ -162,4 +173,5 @@ class Worker:
             blocks.reason,
         )
         config = replace(config, num_kv_blocks=blocks.count)
-        return config, compiled.join_programs(programs), shapes(blocks.count)
+        state = filling.result() if filling else empty_state(shapes(blocks.count))
+        return config, compiled.join_programs(programs), state

@@ -49,11 +49,13 @@ class WorkerProcess:
     def run(self) -> None:
         """Loads the worker, then runs plans for ever. Any failure ends the process."""
         try:
+            gc.disable()  # loading makes a million objects that stay, and no garbage to speak of
             worker: Worker = load_class(self._start.worker_class)(decode_config(self._start.config))
             config = worker.load()
             # What loading made stays; the collector need not look at it again and again.
             gc.collect()
             gc.freeze()
+            gc.enable()
             threading.Thread(
                 target=self._run_output_loop, args=(worker,), name="output", daemon=True
             ).start()

@@ -352,11 +352,12 @@ def test_a_worker_takes_no_more_than_its_step_leaves_free(
     program = mock.Mock(spec=jax.stages.Compiled)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(warmup, "use_compilation_cache", lambda _: None)
-    monkeypatch.setattr(warmup, "run_parallel", lambda jobs: dict.fromkeys(jobs, program))
+    monkeypatch.setattr(warmup, "run_parallel", lambda jobs, store: dict.fromkeys(jobs, program))
     result_bytes = BLOCK_BYTES // 16  # of each of 8 kinds of program, in two steps in flight
     monkeypatch.setattr(programs, "result_bytes", lambda _: result_bytes)
     monkeypatch.setattr(programs, "temp_bytes", lambda _: (temp_blocks - 1) * BLOCK_BYTES)
-    for name in ("load_params", "empty_state", "ModelRunner"):
+    monkeypatch.setattr(worker, "empty_state", mock.Mock(side_effect=lambda shapes: shapes))
+    for name in ("load_params", "ModelRunner", "ProgramStore"):
         monkeypatch.setattr(worker, name, mock.Mock())
     config = replace(CONFIG, served_model_name="tiny", **changes)
     try:

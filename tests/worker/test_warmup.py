@@ -1,5 +1,6 @@
 """What surrounds compiling: the counter, parallel jobs, the cache on disk, the memory report."""
 
+import functools
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from jaxserve.errors import UserError
 from jaxserve.worker import programs, warmup
+from jaxserve.worker.program_store import ProgramStore
 from jaxserve.worker.warmup import CompileCounter
 from tests.worker import tiny
 
@@ -26,6 +28,11 @@ def compiled(factor: int) -> jax.stages.Compiled:
     """A program like no other."""
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
     return jax.jit(lambda x: x * factor + 1).lower(shape).compile()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ProgramStore:
+    return ProgramStore(tmp_path, jax.devices()[:1])
 
 
 def test_each_compilation_is_counted_and_logged(caplog):
@@ -60,7 +67,7 @@ def test_programs_do_not_depend_on_x64():
     assert (logits.dtype, rows.dtype) == (jnp.float32, jnp.int32)
 
 
-def test_jobs_run_side_by_side_and_come_back_by_key(monkeypatch, caplog):
+def test_jobs_run_side_by_side_and_come_back_by_key(monkeypatch, caplog, store):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     barrier = threading.Barrier(3)
 
@@ -71,18 +78,19 @@ def test_jobs_run_side_by_side_and_come_back_by_key(monkeypatch, caplog):
 
     with caplog.at_level(logging.INFO, warmup.__name__):
         factors = range(2001, 2006)
-        done = warmup.run_parallel({f: lambda f=f: job(f) for f in factors})
+        done = warmup.run_parallel({f: functools.partial(job, f) for f in factors}, store)
     ones = jnp.ones(4)
     assert {f: int(program(ones)[0]) - 1 for f, program in done.items()} == {f: f for f in factors}
-    assert "Compiled 5 programs" in caplog.text
+    assert "5 loaded" not in caplog.text and "5 compiled" in caplog.text
 
 
-def test_a_job_that_fails_fails_the_warm_up():
+def test_a_job_that_fails_fails_the_warm_up(store):
     def fail() -> jax.stages.Compiled:
         raise MemoryError("too large")
 
     with pytest.raises(MemoryError, match="too large"):
-        warmup.run_parallel({1: lambda: compiled(2101), 2: fail})
+        jobs = {1: functools.partial(compiled, 2101), 2: functools.partial(fail)}
+        warmup.run_parallel(jobs, store)
 
 
 @pytest.fixture
