@@ -3,13 +3,11 @@
 The work of a row is cut at run time into chunks of its context, so that chunks times KV heads fill
 the chip whatever the rows' lengths are (flash-decoding). A thread block does one (chunk, KV head):
 
-- A ring of `stages` blocks of K and V in shared memory. The warpgroup that computes also refills
-  it: TMA with barriers from Hopper on, cp.async before. While a block is computed on, the other
-  `stages - 1` are in flight.
+- Blocks of K and V come through a ring in shared memory (`gpu_ring.py`).
 - `mma.sync` m16n8k16, which all of these cards have: the G query heads of the KV head are rows of
   its 16 (the others compute on whatever follows in q, and nobody reads them), tokens are columns.
   Four warps share the tokens in q.K and the head dim in P.V; P crosses between them in shared
-  memory. 8-bit K and V are widened in registers on their way to a second buffer.
+  memory.
 - Softmax in float32, base 2, running over blocks; each chunk leaves its unnormalized output, its
   maximum and its sum. `_merge` adds them up per row.
 
@@ -18,8 +16,6 @@ H100 3.35e12 B/s x 1 us / 132 = 25 KB, on a B200 52 KB. Two thread blocks a mult
 rings of about 96 KB (16-bit caches: 3 stages of 32 KB), 128 KB of it in flight when both compute.
 """
 
-import dataclasses
-import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -31,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int32
 
+from pallas_kernels.ragged_paged_attention import gpu_ring
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
@@ -44,74 +41,29 @@ _RESERVED_BYTES = 4 * 1024  # barriers, scratch of reductions, what CUDA keeps
 _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
-    """How a chip computes a call.
-
-    tokens: of context in a block.
-    stages: blocks in a ring.
-    per_core: thread blocks, each with a ring, that share a multiprocessor.
-    unit: tokens of one copy, all of one page.
-    swizzle: bytes of a line of the tiles that 16-bit K and V lie in.
-    """
-
-    tokens: int
-    stages: int
-    per_core: int
-    unit: int
-    swizzle: int
-
-
-def block_sizes(call: AttentionCall) -> BlockSizes | None:
+def block_sizes(call: AttentionCall) -> gpu_ring.BlockSizes | None:
     """The largest blocks of which two rings fit a multiprocessor, or one; None if none does."""
-    layout = call.layout
-    lane_bytes = 2 * layout.head_dim
-    largest = min(128, 2 ** int(math.log2(_STAGED_BYTES // lane_bytes)))
+    largest = min(128, 2 ** int(math.log2(_STAGED_BYTES // (2 * call.layout.head_dim))))
     for per_core, tokens in itertools.product((2, 1), (largest, largest // 2)):
         if tokens < 32:  # all four warps have tokens, and the tiles of a block divide among them
             continue
-        unit = math.gcd(layout.page_size, tokens)
-        is_wide = layout.dtype.itemsize == 2
-        if not (is_wide or _has_tma(call)) and unit * layout.head_dim % (4 * 128):
-            continue  # each of the 128 threads copies 4 bytes at least
-        swizzle = _swizzle(lane_bytes, unit if is_wide and not _has_tma(call) else tokens)
-        staged = 0 if is_wide else tokens * lane_bytes
-        fixed = staged + _num_rows(call) * tokens * 2 + _RESERVED_BYTES
-        stage = 2 * tokens * layout.head_dim * layout.dtype.itemsize
-        stages = (call.chip.core_memory_bytes // per_core - fixed) // stage
-        if stages >= 2 and swizzle is not None:
-            return BlockSizes(tokens, min(stages, _MAX_STAGES), per_core, unit, swizzle)
+        weights = _num_rows(call) * tokens * 2
+        sizes = gpu_ring.fit(call, tokens, per_core, _MAX_STAGES, weights + _RESERVED_BYTES)
+        if sizes is not None:
+            return sizes
     return None
-
-
-def _swizzle(lane_bytes: int, rows: int) -> int | None:
-    """The longest line of tiles that a warpgroup can copy `rows` rows into; None if there is none.
-
-    A tile is 8 rows of one line. The four warps take 4 x 1, 2 x 2 or 1 x 4 tiles at a time.
-    """
-    columns_at_once = {0: 1, 2: 2}.get(rows // 8 % 4, 4)
-    for line in (128, 64, 32):
-        if lane_bytes % (line * columns_at_once) == 0:
-            return line
-    return None
-
-
-def _has_tma(call: AttentionCall) -> bool:
-    return call.chip.capability >= (9, 0)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Why `decode_rows` cannot serve `call`, or None when it can."""
     layout, chip = call.layout, call.chip
-    is_float8 = layout.dtype != layout.storage_dtype
-    if is_float8 and chip.capability < (8, 9):
-        return f"{chip.name} has no conversions of float8, as GPUs from compute capability 8.9 have"
-    if block_sizes(call) is None:
+    reason = gpu_ring.unsupported_reason(call)
+    if reason is None and block_sizes(call) is None:
         return (
             f"{chip.name} cannot copy heads of {layout.head_dim} from pages of {layout.page_size} "
             "to tiles that four warps share, or has too little shared memory for them"
         )
-    return None
+    return reason
 
 
 def decode_rows(gpu_call: GpuCall) -> Float32[Array, "R N H"]:
@@ -199,71 +151,6 @@ def _split(gpu_call: GpuCall) -> _Chunks:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ring:
-    """Blocks of K and V of one chunk and KV head on their way through shared memory."""
-
-    call: AttentionCall
-    sizes: BlockSizes
-    caches: tuple[Any, Any]  # K, V: [L * P * S, K * H] storage dtype, device memory
-    buffers: tuple[Any, Any]  # K, V: [stages, tokens, H] storage dtype
-    barriers: tuple[Any, Any] | None  # K, V: [stages]; none where copies are cp.async
-    pages: Any  # [R, B] int32, device memory
-    layer: Int32[Array, ""]
-    row: Int32[Array, ""]
-    head: Int32[Array, ""]
-    begin: Int32[Array, ""]
-    end: Int32[Array, ""]
-
-    def fetch(self, block: Int32[Array, ""]) -> None:
-        """Starts to read what is live of a block. With cp.async, which counts copies: any block."""
-        slot = jax.lax.rem(block, self.sizes.stages)
-        for i in range(self.sizes.tokens // self.sizes.unit):
-            position = self.begin + block * self.sizes.tokens + i * self.sizes.unit
-            if self.barriers is None:
-                last = jax.lax.div(self.end - 1, self.sizes.unit) * self.sizes.unit
-                self._copy(jnp.minimum(position, last), slot, i)
-                continue
-            is_live = position < self.end
-            pl.when(is_live)(functools.partial(self._copy, position, slot, i))
-
-            @pl.when(jnp.logical_not(is_live))
-            def _(slot=slot, barriers=self.barriers):
-                for barrier in barriers:
-                    plgpu.barrier_arrive(barrier.at[slot])
-
-    def _copy(self, position: Int32[Array, ""], slot: Int32[Array, ""], i: int) -> None:
-        """Starts to read K and V of one unit; position is a multiple of unit."""
-        layout, unit = self.call.layout, self.sizes.unit
-        page = self.pages[self.row, jax.lax.div(position, layout.page_size)]
-        num_pages = self.caches[0].shape[0] // (layout.num_layers * layout.page_size)
-        token = (self.layer * num_pages + page) * layout.page_size
-        token += jax.lax.rem(position, layout.page_size)
-        for j, (cache, buffer) in enumerate(zip(self.caches, self.buffers, strict=True)):
-            dims = pl.ds(0, layout.head_dim)
-            source = cache.at[
-                pl.ds(token, unit), pl.ds(self.head * layout.head_dim, layout.head_dim)
-            ]
-            target = buffer.at[slot, pl.ds(i * unit, unit), dims]
-            if self.barriers is None:
-                in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-                plgpu.copy_gmem_to_smem(source, target, oob_mode=in_bounds)
-            else:
-                plgpu.copy_gmem_to_smem(source, target, self.barriers[j].at[slot])
-
-    def wait(self, which: int, slot: Int32[Array, ""]) -> Any:
-        """The K (0) or V (1) of the block that is oldest, [tokens, H], once it is there."""
-        if self.barriers is not None:
-            plgpu.barrier_wait(self.barriers[which].at[slot])
-        else:
-            # Copies end in order, and K and V of a unit are next to each other: the block is there
-            # when only those of the blocks behind it are still on their way.
-            plgpu.wait_gmem_to_smem(
-                (self.sizes.stages - 1) * 2 * (self.sizes.tokens // self.sizes.unit)
-            )
-        return self.buffers[which].at[slot]
-
-
 def _attend_chunks(
     gpu_call: GpuCall, chunks: _Chunks
 ) -> tuple[Float32[Array, "C K M H"], Float32[Array, "C K M 2 _"]]:
@@ -279,7 +166,6 @@ def _attend_chunks(
 
     queries = gpu_call.q[gpu_call.starts].reshape(-1, head_dim)
     queries = jnp.pad(queries, ((0, rows - call.num_heads // num_kv_heads), (0, 0)))
-    k, v = (x.reshape(-1, num_kv_heads * head_dim) for x in gpu_call.kv_cache)
     factor = gpu_call.scale * (_LOG2E if call.soft_cap is None else 1 / call.soft_cap)
 
     def body(
@@ -303,15 +189,12 @@ def _attend_chunks(
         @pl.when(begin < end)
         def _():
             row = row_ref[chunk]
-            ring = _Ring(
-                *(call, sizes),
-                *((k_ref, v_ref), (scratch.k, scratch.v), scratch.barriers),
-                *(pages_ref, layer_ref[0], row, head, begin, end),
-            )
+            source = gpu_ring.Source(k_ref, v_ref, pages_ref, layer_ref[0])
+            ring = gpu_ring.Ring(call, sizes, source, scratch.ring, row, head, begin, end)
             group = call.num_heads // num_kv_heads
             scale = jnp.float32(factor) * (1 if k_scale_ref is None else k_scale_ref[head])
             q = q_ref.at[pl.ds(row * call.num_heads + head * group, rows)]
-            peak, total, acc = _attend_chunk(ring, scratch, q, scale, visible_ref[chunk])
+            peak, total, acc = _attend_chunk(ring, scratch.weights, q, scale, visible_ref[chunk])
             acc_ref.at[chunk, head][...] = acc
             for i, stat in enumerate((peak, total)):
                 shape = stats_ref.shape[2], stats_ref.shape[4]
@@ -332,54 +215,29 @@ def _attend_chunks(
         compiler_params=_COMPILER_PARAMS,
     )(
         *(chunks.begin, chunks.end, chunks.visible, chunks.row, gpu_call.pages),
-        *(gpu_call.layer.reshape(1), gpu_call.k_scale, queries, k, v),
+        *(gpu_call.layer.reshape(1), gpu_call.k_scale, queries, *gpu_ring.source_of(gpu_call)),
     )
 
 
 class _Scratch(NamedTuple):
     """Shared memory of a thread block."""
 
-    k: Any  # [stages, tokens, H] storage dtype
-    v: Any  # [stages, tokens, H] storage dtype
-    barriers: tuple[Any, Any] | None  # K, V: [stages]
+    ring: gpu_ring.Memory
     weights: Any  # [M, tokens] q dtype
-    widened: Any  # [tokens, H] q dtype; none where the cache has 16 bits
 
 
-def _scratch(call: AttentionCall, sizes: BlockSizes) -> _Scratch:
-    layout, tokens = call.layout, sizes.tokens
-    is_wide = layout.dtype.itemsize == 2
-    tiled = _tiled(sizes.swizzle)
-    ring = plgpu.SMEM(
-        (sizes.stages, tokens, layout.head_dim),
-        layout.storage_dtype,
-        transforms=tiled if is_wide else (),
+def _scratch(call: AttentionCall, sizes: gpu_ring.BlockSizes) -> _Scratch:
+    weights = plgpu.SMEM(
+        (_num_rows(call), sizes.tokens),
+        call.q_dtype,
+        transforms=gpu_ring.tiled(min(128, 2 * sizes.tokens)),
     )
-    barrier = plgpu.Barrier(num_arrivals=tokens // sizes.unit, num_barriers=sizes.stages)
-    return _Scratch(
-        k=ring,
-        v=ring,
-        barriers=(barrier, barrier) if _has_tma(call) else None,
-        weights=plgpu.SMEM(
-            (_num_rows(call), tokens), call.q_dtype, transforms=_tiled(min(128, 2 * tokens))
-        ),
-        widened=None
-        if is_wide
-        else plgpu.SMEM((tokens, layout.head_dim), call.q_dtype, transforms=tiled),
-    )
-
-
-def _tiled(swizzle: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Tiles of a 16-bit matrix that any part of a product is read from without bank conflicts."""
-    return (
-        plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
+    return _Scratch(gpu_ring.memory(call, sizes), weights)
 
 
 def _attend_chunk(
-    ring: _Ring,
-    scratch: _Scratch,
+    ring: gpu_ring.Ring,
+    weights_ref: Any,  # [M, tokens] q dtype
     q_ref: Any,  # [M, H] q dtype
     scale: Float32[Array, ""],
     visible: Int32[Array, ""],
@@ -391,7 +249,6 @@ def _attend_chunk(
     lhs = plgpu.Layout.MMA_LHS(dtype, m_warps=warps)
     rhs = plgpu.Layout.MMA_RHS(dtype, m_warps=warps)
     out = plgpu.Layout.MMA_ACC(dtype, m_warps=warps)
-    num_blocks = pl.cdiv(ring.end - ring.begin, tokens)
 
     def zeros(*shape: int) -> Float32[Array, "..."]:
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), out)
@@ -399,22 +256,14 @@ def _attend_chunk(
     def across(x: Float32[Array, " M"], columns: int) -> Float32[Array, "M columns"]:
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (rows, columns), [0]), out)
 
-    for block in range(ring.sizes.stages):
-        if ring.barriers is None:
-            ring.fetch(jnp.int32(block))
-        else:
-            pl.when(block < num_blocks)(functools.partial(ring.fetch, jnp.int32(block)))
+    ring.start()
     q = plgpu.load(q_ref, layout=lhs, optimized=False)
 
     def step(block: Int32[Array, ""], carry: Any) -> Any:
         peak, total, acc = carry
-        slot = jax.lax.rem(block, ring.sizes.stages)
         first = ring.begin + block * tokens
 
-        keys = ring.wait(0, slot)
-        if scratch.widened is not None:
-            keys = _widen(ring, keys, scratch.widened, None)
-        keys = plgpu.load(keys.transpose((1, 0)), layout=rhs)
+        keys = plgpu.load(ring.keys(block).transpose((1, 0)), layout=rhs)
         scores = plgpu.mma(zeros(rows, tokens), q, keys) * scale
         if call.soft_cap is not None:
             scores = (call.soft_cap * _LOG2E) * jnp.tanh(scores)
@@ -426,71 +275,19 @@ def _attend_chunk(
         fade = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores - across(new_peak, tokens))
         total = total * across(fade, tokens) + weights
-        scratch.weights[...] = weights.astype(dtype)
+        weights_ref[...] = weights.astype(dtype)
 
-        values = ring.wait(1, slot)
-        if scratch.widened is not None:
-            values = _widen(ring, values, scratch.widened, ring.end - first)
-        else:
-            _clear(ring, values, ring.end - first)
-        weights = plgpu.load(scratch.weights, layout=lhs)
-        values = plgpu.load(values, layout=rhs)
+        values = plgpu.load(ring.values(block), layout=rhs)
+        weights = plgpu.load(weights_ref, layout=lhs)
         acc = plgpu.mma(acc * across(fade, head_dim), weights, values)
 
-        following = block + ring.sizes.stages
-        if ring.barriers is None:
-            ring.fetch(following)
-        else:
-
-            @pl.when(following < num_blocks)
-            def _():
-                plgpu.commit_smem()  # the block has been read: TMA, another proxy, may overwrite it
-                ring.fetch(following)
-
+        ring.refill(block)
         return new_peak, total, acc
 
     peak = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), out.reduce(1))
     carry = peak, zeros(rows, tokens), zeros(rows, head_dim)
-    peak, total, acc = jax.lax.fori_loop(0, num_blocks, step, carry)
+    peak, total, acc = jax.lax.fori_loop(0, ring.num_blocks, step, carry)
     return peak, total.sum(axis=1), acc
-
-
-def _clear(
-    ring: _Ring,
-    values: Any,  # [tokens, H] q dtype
-    num_live: Int32[Array, ""],
-) -> None:
-    """Zeros for the tokens from num_live on: what lies there may be NaN, and 0 * NaN is NaN."""
-
-    @pl.when(num_live < ring.sizes.tokens)
-    def _():
-        dtype, swizzle = ring.call.q_dtype, ring.sizes.swizzle
-        layout = plgpu.Layout.SMEM_GMEM_COPY(values.shape, dtype, swizzle)
-        x = plgpu.load(values, layout=layout)
-        token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-        values[...] = jnp.where(token < num_live, x, jnp.zeros_like(x))
-
-
-def _widen(
-    ring: _Ring,
-    stored: Any,  # [tokens, H] storage dtype
-    widened: Any,  # [tokens, H] q dtype
-    num_live: Int32[Array, ""] | None,
-) -> Any:
-    """`widened` filled with the 8-bit numbers of a block; with zeros from token num_live on."""
-    call = ring.call
-    layout = plgpu.Layout.SMEM_GMEM_COPY(stored.shape, call.q_dtype, ring.sizes.swizzle)
-    x = plgpu.load(stored, layout=layout, optimized=False)
-    if call.layout.dtype != call.layout.storage_dtype:
-        x = jax.lax.bitcast_convert_type(x, call.layout.dtype)
-    if call.layout.dtype != jnp.int8 or not _has_tma(call):  # what these cards convert to
-        x = x.astype(jnp.float32)
-    x = x.astype(call.q_dtype)
-    if num_live is not None:
-        token = plgpu.broadcasted_iota(jnp.int32, stored.shape, 0, layout=layout)
-        x = jnp.where(token < num_live, x, jnp.zeros_like(x))
-    widened[...] = x
-    return widened
 
 
 def _merge(

@@ -61,11 +61,13 @@ MISTAKES = {
         "gpu_decode": {
             "is_seen = (position < ring.end)": "is_seen = (position < ring.end - 1)",
             "& (position >= visible)": "",
-            "page = self.pages[self.row, ": "page = self.pages[self.row, 0 * ",
             "out if v_scale_ref is None else out * v_scale_ref[head]": "out",
             "(1 if k_scale_ref is None else k_scale_ref[head])": "1",
-            "num_blocks = pl.cdiv(ring.end - ring.begin, tokens)": "num_blocks = jnp.int32(1)",
-            "token = (self.layer * num_pages": "token = ((1 - self.layer) * num_pages",
+        },
+        "gpu_ring": {
+            "self.source.pages[self.row, ": "self.source.pages[self.row, 0 * ",
+            "pl.cdiv(self.end - self.begin, self.sizes.tokens)": "jnp.int32(1)",
+            "(self.source.layer * num_pages": "((1 - self.source.layer) * num_pages",
         },
     },
     ("gpu", "prefill"): {
