@@ -114,7 +114,7 @@ def _fingerprint(devices: list[jax.Device]) -> str:
         "devices": [(device.id, device.device_kind) for device in devices],
         "all devices": len(devices[0].client.devices()),
         "options": options,
-        "environment": {k: os.environ.get(k) for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "flags": [os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")],
     }
     return json.dumps(facts, default=str, sort_keys=True)
 
