@@ -117,9 +117,9 @@ def forward(
     num_tokens = token_ids.shape[0]
 
     def layer(
-        carry: tuple[Float[Array, "T D"], KVCache], xs: tuple[Params, Int32[Array, ""]]
-    ) -> tuple[tuple[Float[Array, "T D"], KVCache], None]:
-        (x, kv_cache), (weights, layer_idx) = carry, xs
+        carry: tuple[Float[Array, "T D"], KVCache, Int32[Array, ""]], weights: Params
+    ) -> tuple[tuple[Float[Array, "T D"], KVCache, Int32[Array, ""]], None]:
+        x, kv_cache, layer_idx = carry
         h = rms_norm(x, weights["attn_norm"], info.rms_norm_eps)
         qkv = linear(h, weights["qkv"])
         if "qkv_bias" in weights:
@@ -135,13 +135,12 @@ def forward(
         gate_up = linear(h, weights["gate_up"])
         activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
         x = x + sum_linear(activated.reshape(num_tokens, -1), weights["down"])
-        return (x, kv_cache), None
+        return (x, kv_cache, layer_idx + 1), None
 
     prefix = "layers."
     stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
     x = params["embed"][token_ids]
-    layer_idxs = jnp.arange(info.num_layers, dtype=jnp.int32)
-    (x, kv_cache), _ = jax.lax.scan(layer, (x, kv_cache), (stacked, layer_idxs))
+    (x, kv_cache, _), _ = jax.lax.scan(layer, (x, kv_cache, jnp.int32(0)), stacked)
     return rms_norm(x, params["final_norm"], info.rms_norm_eps), kv_cache
 
 

@@ -6,7 +6,6 @@ compiled once a number of rows, not once a bucket.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import linear
+from jaxserve.models.partition import partition
 from jaxserve.models.registry import Linear, Params, model_for
 from jaxserve.worker.batch_state import (
     advance,
@@ -35,9 +35,15 @@ from jaxserve.worker.row_options import (
     shape_logits,
 )
 from jaxserve.worker.sampler import sample, sample_with_options
-from jaxserve.worker.sharding import keep_whole, kv_cache_spec
+from jaxserve.worker.sharding import keep_whole, kv_cache_spec, num_parts
 from pallas_kernels.chips import Chip
-from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    AttentionCall,
+    KVCache,
+    KVCacheLayout,
+    plan_attention,
+    ragged_paged_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,11 @@ def forward(
     token_ids = jnp.where(delta.token_ids < 0, rows.last_token[row_of_token], delta.token_ids)
     positions = rows.num_computed[row_of_token] + tokens - delta.cu_q_lens[row_of_token]
     kv_lens = rows.num_computed + delta.cu_q_lens[1:] - delta.cu_q_lens[:-1]
+    where = (rows.block_tables, kv_lens, delta.cu_q_lens, delta.num_rows[0])
+    plan = plan_attention(
+        *(_attention_call(spec), bucket.num_tokens, spec.layout.num_pages(state.kv_cache), *where),
+        implementation=spec.attention,
+    )
 
     def attend(
         q: Float[Array, "T N H"],
@@ -96,8 +107,7 @@ def forward(
         kv_cache: KVCache,
         layer: Int32[Array, ""],
     ) -> tuple[Float[Array, "T N H"], KVCache]:
-        where = (rows.block_tables, kv_lens, delta.cu_q_lens, delta.num_rows[0])
-        return attention(q, k, v, kv_cache, layer, *where)
+        return attention(q, k, v, kv_cache, layer, *where, plan)
 
     attention = _attention_on_mesh(spec)
     model = model_for(spec.info)
@@ -111,17 +121,29 @@ def forward(
     return logits, sampling_rows, DeviceState(advance(table, delta), kv_cache, kept)
 
 
+def _attention_call(spec: StepSpec) -> AttentionCall:
+    """What each device is asked."""
+    cut = partition(spec.info, num_parts(spec.mesh))
+    num_heads = cut.q_heads.size // cut.num_parts
+    return AttentionCall(spec.layout, spec.chip, num_heads, jnp.dtype(spec.dtype))
+
+
 def _attention_on_mesh(
     spec: StepSpec,
 ) -> Callable[..., tuple[Float[Array, "T N H"], KVCache]]:
-    """`ragged_paged_attention` of all heads; each device computes those that it has."""
-    attention = functools.partial(
-        ragged_paged_attention,
-        layout=spec.layout,
-        chip=spec.chip,
-        scale=spec.info.head_dim**-0.5,
-        implementation=spec.attention,
-    )
+    """`ragged_paged_attention` of all heads, its plan last; each device computes those it has."""
+
+    def attention(*args: Any) -> tuple[Float[Array, "T N H"], KVCache]:
+        *arrays, plan = args
+        return ragged_paged_attention(
+            *arrays,
+            layout=spec.layout,
+            chip=spec.chip,
+            scale=spec.info.head_dim**-0.5,
+            implementation=spec.attention,
+            plan=plan,
+        )
+
     if spec.mesh.size == 1:
         return attention
     heads, whole = PartitionSpec(None, "model"), PartitionSpec()
@@ -129,7 +151,7 @@ def _attention_on_mesh(
     return jax.shard_map(
         attention,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, kv_cache, *[whole] * 5),
+        in_specs=(heads, heads, heads, kv_cache, *[whole] * 6),
         out_specs=(heads, kv_cache),
         check_vma=False,  # kernels do not say how their results vary over the mesh
     )

@@ -1,8 +1,11 @@
 """The op: causal attention of ragged rows over a paged KV cache, with the KV write included."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
@@ -21,9 +24,11 @@ __all__ = [
     "AUTO_ORDER",
     "IMPLEMENTATIONS",
     "AttentionCall",
+    "AttentionPlan",
     "KVCache",
     "KVCacheLayout",
     "explain",
+    "plan_attention",
     "ragged_paged_attention",
     "unsupported_reason",
 ]
@@ -59,7 +64,43 @@ class AttentionImplementation(dispatch.Implementation[AttentionCall], Protocol):
         ...
 
 
-IMPLEMENTATIONS: Mapping[str, AttentionImplementation] = {
+@runtime_checkable
+class PlanningImplementation(dispatch.Implementation[AttentionCall], Protocol):
+    """An implementation that prepares work which is the same in every layer, once."""
+
+    def plan(
+        self,
+        call: AttentionCall,
+        num_tokens: int,
+        num_pages: int,
+        block_tables: Int32[Array, "R B"],
+        kv_lens: Int32[Array, " R"],
+        cu_q_lens: Int32[Array, " R+1"],
+        num_rows: int | Int32[Array, ""],
+    ) -> Any:
+        """A pytree; see `plan_attention`."""
+        ...
+
+    def ragged_paged_attention(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        kv_cache: KVCache,
+        layer: int | Int32[Array, ""],
+        plan: Any,
+        *,
+        call: AttentionCall,
+        scale: float,
+        sinks: Float32[Array, " N"] | None,
+        k_scale: Float32[Array, " K"] | None,
+        v_scale: Float32[Array, " K"] | None,
+    ) -> tuple[Float[Array, "T N H"], KVCache]:
+        """See `AttentionImplementation`; the plan stands for the arrays that it was made of."""
+        ...
+
+
+IMPLEMENTATIONS: Mapping[str, AttentionImplementation | PlanningImplementation] = {
     "tpu": tpu,
     "gpu": gpu,
     "xla": xla,
@@ -84,6 +125,47 @@ def explain(call: AttentionCall) -> dispatch.Explanation:
     return dispatch.explain(IMPLEMENTATIONS, AUTO_ORDER[call.layout.platform], call)
 
 
+# The implementation, the call, its tokens and the pages of its cache.
+type _MadeFor = tuple[str, AttentionCall, int, int]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["where"], meta_fields=["made_for"]
+)
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """What of a call depends on its rows alone. A pytree, as `plan_attention` makes it.
+
+    where: what an implementation takes after the layer: its own plan, or the arrays themselves.
+    """
+
+    where: tuple[Any, ...]
+    made_for: _MadeFor
+
+
+def plan_attention(
+    call: AttentionCall,
+    num_tokens: int,
+    num_pages: int,
+    block_tables: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    cu_q_lens: Int32[Array, " R+1"],
+    num_rows: int | Int32[Array, ""],
+    *,
+    implementation: str = "auto",
+) -> AttentionPlan:
+    """The plan of all calls of a step that differ in nothing but layer, q, k, v and weights.
+
+    Make it once, outside of the loop over layers: XLA does not move it there. Layers whose calls
+    differ, as in the window, have a plan each. Arrays are those of `ragged_paged_attention`.
+
+    Raises:
+        UnsupportedError: `implementation` cannot serve the call, or with "auto" nothing can.
+    """
+    made_for = (_choose(implementation, call), call, num_tokens, num_pages)
+    return _plan(made_for, (block_tables, kv_lens, cu_q_lens, num_rows))
+
+
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
@@ -104,6 +186,7 @@ def ragged_paged_attention(
     k_scale: float | Float32[Array, ""] | Float32[Array, " K"] | None = None,
     v_scale: float | Float32[Array, ""] | Float32[Array, " K"] | None = None,
     implementation: str = "auto",
+    plan: AttentionPlan | None = None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """Writes this step's K and V into one layer of the cache, then attends to the cache.
 
@@ -126,12 +209,19 @@ def ragged_paged_attention(
     may hold anything. The output of padding tokens is zero. Nothing is written but the slots of
     this step's tokens and, maybe, page 0.
 
+    The caller sees to it that 0 <= cu_q_lens[r + 1] - cu_q_lens[r] <= kv_lens[r] <= B * S, what a
+    row's table has places for, that live entries of the table are pages of the cache, and that
+    cu_q_lens[num_rows] <= T. No device checks it: where it is not so, results are unspecified.
+
+    `plan` is what `plan_attention` made of the same arrays. Without one it is made here, again in
+    each layer.
+
     `chip` is what the program will run on: kernels take their block sizes from it.
 
     The cache is returned; donate it, so that it is updated in place.
 
     Raises:
-        ValueError: arguments that do not fit each other or `layout`.
+        ValueError: arguments that do not fit each other, `layout` or `plan`.
         UnsupportedError: `implementation` cannot serve the call, or with "auto" nothing can.
     """
     call = AttentionCall(
@@ -140,15 +230,31 @@ def ragged_paged_attention(
         has_scales=k_scale is not None or v_scale is not None,
     )
     _check(call, q, kv_cache)
-    chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER[layout.platform], implementation, call)
+    chosen = _choose(implementation, call)
+    made_for = (chosen, call, len(q), layout.num_pages(kv_cache))
+    if plan is None:
+        plan = _plan(made_for, (block_tables, kv_lens, cu_q_lens, num_rows))
+    elif plan.made_for != made_for:
+        raise ValueError(f"the plan is for {plan.made_for}, not for {made_for}")
     return IMPLEMENTATIONS[chosen].ragged_paged_attention(
-        *(q, k, v, kv_cache, layer, block_tables, kv_lens, cu_q_lens, num_rows),
+        *(q, k, v, kv_cache, layer, *plan.where),
         call=call,
         scale=scale,
         sinks=sinks,
         k_scale=_scale_per_head(k_scale, layout),
         v_scale=_scale_per_head(v_scale, layout),
     )
+
+
+def _choose(implementation: str, call: AttentionCall) -> str:
+    return dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER[call.layout.platform], implementation, call)
+
+
+def _plan(made_for: _MadeFor, where: tuple[Any, ...]) -> AttentionPlan:
+    implementation = IMPLEMENTATIONS[made_for[0]]
+    if isinstance(implementation, PlanningImplementation):
+        where = (implementation.plan(*made_for[1:], *where),)
+    return AttentionPlan(where, made_for)
 
 
 def _check(call: AttentionCall, q: Float[Array, "T N H"], kv_cache: KVCache) -> None:

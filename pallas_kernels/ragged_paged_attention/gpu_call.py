@@ -15,9 +15,6 @@ class GpuCall(NamedTuple):
     q: padding tokens may hold anything.
     kv_cache: axes [L, P, S, K, H]; slots that no live token owns may hold anything, NaN too.
     pages: in range everywhere, also where the block table holds garbage.
-    kv_lens: tokens of each row, this step's included; 0 where q_lens is 0.
-    starts: first token of each row; 0 where q_lens is 0.
-    q_lens: new tokens of the rows that take part in this kernel, 0 for all others.
     scale, sinks, k_scale, v_scale: as `ragged_paged_attention` has them.
     """
 
@@ -25,9 +22,6 @@ class GpuCall(NamedTuple):
     kv_cache: KVCache
     layer: Int32[Array, ""]
     pages: Int32[Array, "R B"]
-    kv_lens: Int32[Array, " R"]
-    starts: Int32[Array, " R"]
-    q_lens: Int32[Array, " R"]
     call: AttentionCall
     scale: float
     sinks: Float32[Array, " N"] | None

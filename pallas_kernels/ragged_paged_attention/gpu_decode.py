@@ -29,9 +29,11 @@ from jaxtyping import Float32, Int32
 
 from pallas_kernels.ragged_paged_attention import gpu_ring
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
+from pallas_kernels.ragged_paged_attention.rows import Rows
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _LOG2E = math.log2(math.e)
+_NO_WINDOW = 2**30  # tokens: longer than any context
 _SECTOR = 32  # float32 in a line of the L2 cache
 _STAGED_BYTES = 16 * 1024  # of K or V in a block, as 16-bit numbers
 _MAX_STAGES = 6
@@ -66,15 +68,65 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return reason
 
 
-def decode_rows(gpu_call: GpuCall) -> Float32[Array, "R N H"]:
-    """Attention of the one query of each row of q_lens 1; other rows: unspecified."""
-    call, layout = gpu_call.call, gpu_call.call.layout
-    num_rows, num_heads, num_kv_heads = (
-        gpu_call.kv_lens.shape[0],
-        call.num_heads,
-        layout.num_kv_heads,
+class Chunks(NamedTuple):
+    """How the rows' contexts are cut; chunk c of C, chunks of a row are neighbours.
+
+    row, begin, end: the chunk's tokens begin..end of its row; none where it is not used.
+    visible: the first token that the query of its row sees.
+    first, num: the chunks of a row.  query: its token, any where it has no chunk.
+    """
+
+    row: Int32[Array, " C"]
+    begin: Int32[Array, " C"]
+    end: Int32[Array, " C"]
+    visible: Int32[Array, " C"]
+    first: Int32[Array, " R"]
+    num: Int32[Array, " R"]
+    query: Int32[Array, " R"]
+
+
+def plan(call: AttentionCall, rows: Rows) -> Chunks:
+    """Cuts the contexts of rows of one new token into chunks of about equal numbers of blocks.
+
+    E of them, for all KV heads, fill the chip once. A chunk has `size` blocks or fewer, so there
+    are at most total / size + R of them, R + E in all. Less than a whole wave more is no loss: what
+    is left of the thread blocks can still use the memory's full bandwidth.
+    """
+    sizes = block_sizes(call)
+    assert sizes is not None
+    kv_lens = jnp.where(rows.q_lens == 1, rows.kv_lens, 0)
+    num_rows, num_kv_heads = kv_lens.shape[0], call.layout.num_kv_heads
+    extra = pl.cdiv(sizes.per_core * call.chip.num_cores, num_kv_heads)
+
+    visible = jnp.maximum(kv_lens - (call.sliding_window or _NO_WINDOW), 0)
+    origins = visible // sizes.unit * sizes.unit  # no page before the window's first is read
+    blocks = pl.cdiv(kv_lens - origins, sizes.tokens)
+    size = jnp.maximum(pl.cdiv(blocks.sum(), extra), _MIN_CHUNK)
+    count = pl.cdiv(blocks, size)
+    ends = jnp.cumsum(count)
+
+    chunk = jnp.arange(num_rows + extra, dtype=jnp.int32)
+    row = jnp.sum(ends[None] <= chunk[:, None], axis=1, dtype=jnp.int32)
+    is_used, row = row < num_rows, jnp.minimum(row, num_rows - 1)
+    j = chunk - (ends - count)[row]
+    each, more = jnp.divmod(blocks[row], jnp.maximum(count[row], 1))
+    begin = origins[row] + (j * each + jnp.minimum(j, more)) * sizes.tokens
+    length = (each + (j < more)) * sizes.tokens
+    return Chunks(
+        row=row,
+        begin=jnp.where(is_used, begin, 0),
+        end=jnp.where(is_used, jnp.minimum(begin + length, kv_lens[row]), 0),
+        visible=visible[row],
+        first=ends - count,
+        num=count,
+        query=jnp.where(kv_lens > 0, rows.starts, 0),
     )
-    chunks = _split(gpu_call)
+
+
+def decode_rows(gpu_call: GpuCall, chunks: Chunks) -> Float32[Array, "R N H"]:
+    """Attention of the one query of each row that has one; other rows: unspecified."""
+    call, layout = gpu_call.call, gpu_call.call.layout
+    num_rows, num_heads, num_kv_heads = len(chunks.num), call.num_heads, layout.num_kv_heads
     acc, stats = _attend_chunks(gpu_call, chunks)
     out = _merge(gpu_call, chunks, acc, stats)
     out = out[:, :, : num_heads // num_kv_heads]
@@ -95,64 +147,8 @@ def _num_rows(call: AttentionCall) -> int:
     return pl.cdiv(call.num_heads // call.layout.num_kv_heads, step) * step
 
 
-class _Chunks(NamedTuple):
-    """How the rows' contexts are cut; chunk c of C, chunks of a row are neighbours.
-
-    row, begin, end: the chunk's tokens begin..end of its row; none where it is not used.
-    visible: the first token that the query of its row sees.
-    first, num: the chunks of a row.
-    """
-
-    row: Int32[Array, " C"]
-    begin: Int32[Array, " C"]
-    end: Int32[Array, " C"]
-    visible: Int32[Array, " C"]
-    first: Int32[Array, " R"]
-    num: Int32[Array, " R"]
-
-
-def _split(gpu_call: GpuCall) -> _Chunks:
-    """Cuts contexts into at most R + E chunks of about equal numbers of blocks.
-
-    E KV heads' worth of chunks fill the chip once. A chunk has `size` blocks or fewer, so there are
-    at most total / size + R of them. Less than a whole wave more is no loss: what is left of the
-    thread blocks can still use the memory's full bandwidth.
-    """
-    call = gpu_call.call
-    sizes = block_sizes(call)
-    assert sizes is not None
-    kv_lens, window = gpu_call.kv_lens, call.sliding_window
-    num_rows, num_kv_heads = kv_lens.shape[0], call.layout.num_kv_heads
-    extra = pl.cdiv(sizes.per_core * call.chip.num_cores, num_kv_heads)
-
-    visible = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
-    origins = (
-        visible // sizes.unit * sizes.unit
-    )  # so that nothing before the window's first page is read
-    blocks = pl.cdiv(kv_lens - origins, sizes.tokens)
-    size = jnp.maximum(pl.cdiv(blocks.sum(), extra), _MIN_CHUNK)
-    count = pl.cdiv(blocks, size)
-    ends = jnp.cumsum(count)
-
-    chunk = jnp.arange(num_rows + extra, dtype=jnp.int32)
-    row = jnp.sum(ends[None] <= chunk[:, None], axis=1, dtype=jnp.int32)
-    is_used, row = row < num_rows, jnp.minimum(row, num_rows - 1)
-    j = chunk - (ends - count)[row]
-    each, more = jnp.divmod(blocks[row], jnp.maximum(count[row], 1))
-    begin = origins[row] + (j * each + jnp.minimum(j, more)) * sizes.tokens
-    length = (each + (j < more)) * sizes.tokens
-    return _Chunks(
-        row=row,
-        begin=jnp.where(is_used, begin, 0),
-        end=jnp.where(is_used, jnp.minimum(begin + length, kv_lens[row]), 0),
-        visible=visible[row],
-        first=ends - count,
-        num=count,
-    )
-
-
 def _attend_chunks(
-    gpu_call: GpuCall, chunks: _Chunks
+    gpu_call: GpuCall, chunks: Chunks
 ) -> tuple[Float32[Array, "C K M H"], Float32[Array, "C K M 2 _"]]:
     """Of each chunk the sum of weights * values, and of the weights their maximum and sum.
 
@@ -164,7 +160,7 @@ def _attend_chunks(
     num_kv_heads, head_dim = layout.num_kv_heads, layout.head_dim
     num_chunks, rows = chunks.row.shape[0], _num_rows(call)
 
-    queries = gpu_call.q[gpu_call.starts].reshape(-1, head_dim)
+    queries = gpu_call.q[chunks.query].reshape(-1, head_dim)
     queries = jnp.pad(queries, ((0, rows - call.num_heads // num_kv_heads), (0, 0)))
     factor = gpu_call.scale * (_LOG2E if call.soft_cap is None else 1 / call.soft_cap)
 
@@ -292,7 +288,7 @@ def _attend_chunk(
 
 def _merge(
     gpu_call: GpuCall,
-    chunks: _Chunks,
+    chunks: Chunks,
     acc: Float32[Array, "C K M H"],
     stats: Float32[Array, "C K M 2 _"],
 ) -> Float32[Array, "R K M H"]:

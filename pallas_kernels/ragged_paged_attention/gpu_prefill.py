@@ -1,17 +1,30 @@
 """Attention of the rows with more than one new token, on GPUs."""
 
+from typing import NamedTuple
+
 from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels.ragged_paged_attention import gpu_prefill_wgmma
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.gpu_tiles import (
+    Order,
+    Tiles,
+    Tiling,
     align_queries,
+    cut_tiles,
     pick_output,
-    plan,
     tiling_of,
 )
+from pallas_kernels.ragged_paged_attention.rows import Rows
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
+
+
+class Plan(NamedTuple):
+    """What a call computes, and in which order; the same in every layer."""
+
+    tiles: Tiles
+    order: Order
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -19,11 +32,20 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return gpu_prefill_wgmma.unsupported_reason(call)
 
 
-def prefill_rows(call: GpuCall) -> Float[Array, "T N H"]:
-    """Attention of the rows of call.q_lens > 0, none of which is 1; zeros for other tokens."""
-    kernel = gpu_prefill_wgmma
-    tiling = tiling_of(call.call, kernel.TILE_ROWS)
-    assert tiling is not None, call.call
-    tiles, order = plan(call, tiling)
-    queries = align_queries(call.q, order, call.call.layout.num_kv_heads)
-    return pick_output(kernel.attend(call, tiling, tiles, queries), order, tiling)
+def plan(call: AttentionCall, rows: Rows) -> Plan:
+    """For the rows of more than one new token."""
+    return Plan(*cut_tiles(call, _tiling(call), rows))
+
+
+def prefill_rows(call: GpuCall, plan: Plan) -> Float[Array, "T N H"]:
+    """Attention of the rows of more than one new token; zeros for other tokens."""
+    tiling = _tiling(call.call)
+    queries = align_queries(call.q, plan.order, call.call.layout.num_kv_heads)
+    out = gpu_prefill_wgmma.attend(call, tiling, plan.tiles, queries)
+    return pick_output(out, plan.order, tiling)
+
+
+def _tiling(call: AttentionCall) -> Tiling:
+    tiling = tiling_of(call, gpu_prefill_wgmma.TILE_ROWS)
+    assert tiling is not None, call
+    return tiling

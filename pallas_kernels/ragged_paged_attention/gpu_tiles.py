@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
+from pallas_kernels.ragged_paged_attention.rows import Rows
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _ALIGNMENT = 8  # matrix rows: a copy to swizzled shared memory starts at a multiple
+_NO_WINDOW = 2**30  # tokens: longer than any context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,11 @@ class Order(NamedTuple):
     place: Int32[Array, " T"]
 
 
-def plan(call: GpuCall, tiling: Tiling) -> tuple[Tiles, Order]:
-    """Tiles of the rows of call.q_lens > 0."""
-    num_tokens, max_rows = call.q.shape[0], call.kv_lens.shape[0]
-    q_lens, kv_lens = call.q_lens, call.kv_lens
+def cut_tiles(call: AttentionCall, tiling: Tiling, rows: Rows) -> tuple[Tiles, Order]:
+    """Tiles of the rows of more than one new token."""
+    num_tokens, max_rows = rows.is_live.shape[0], rows.kv_lens.shape[0]
+    q_lens = jnp.where(rows.q_lens > 1, rows.q_lens, 0)
+    kv_lens, starts = rows.kv_lens, rows.starts
     num_tiles = -(-q_lens // tiling.tokens)
     cu_tiles = jnp.cumsum(num_tiles)
     aligned_lens = -(-q_lens // tiling.token_alignment) * tiling.token_alignment
@@ -102,26 +104,23 @@ def plan(call: GpuCall, tiling: Tiling) -> tuple[Tiles, Order]:
     row = _row_of(slots, cu_tiles)
     first_token = (slots - (cu_tiles - num_tiles)[row]) * tiling.tokens
     position = kv_lens[row] - q_lens[row] + first_token
-    begin = jnp.zeros_like(position)
-    if call.call.sliding_window is not None:
-        begin = jnp.maximum(position - call.call.sliding_window + 1, 0)
     tiles = Tiles(
         num_live=num_live[None],
         row=row,
         query=(first_aligned[row] + first_token) * tiling.group,
         position=position,
-        begin=begin,
+        begin=jnp.maximum(position - (call.sliding_window or _NO_WINDOW) + 1, 0),
         end=jnp.minimum(position + tiling.tokens, kv_lens[row]),
     )
 
     places = jnp.arange(tiling.aligned_tokens(num_tokens, max_rows))
     row = _row_of(places, cu_aligned)
-    source = jnp.clip(call.starts[row] + places - first_aligned[row], 0, num_tokens - 1)
+    source = jnp.clip(starts[row] + places - first_aligned[row], 0, num_tokens - 1)
 
     tokens = jnp.arange(num_tokens)[:, None]
-    owns = (call.starts <= tokens) & (tokens < call.starts + q_lens)
+    owns = (starts <= tokens) & (tokens < starts + q_lens)
     row = jnp.argmax(owns, axis=1)
-    offset = tokens[:, 0] - call.starts[row]
+    offset = tokens[:, 0] - starts[row]
     tile = num_live - 1 - ((cu_tiles - num_tiles)[row] + offset // tiling.tokens)
     tile = jnp.where(owns.any(axis=1), tile, -1)
     return tiles, Order(source, tile, offset % tiling.tokens)

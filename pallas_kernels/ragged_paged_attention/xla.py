@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES, KVCache, split_heads
-from pallas_kernels.ragged_paged_attention.rows import write_new_tokens
+from pallas_kernels.ragged_paged_attention.rows import Rows, find_rows, write_new_tokens
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DECODE_CHUNK = 128  # tokens of context a row in one turn of the decode loop
@@ -52,16 +52,27 @@ class _Softmax(NamedTuple):
         return self.acc / self.total[..., None]
 
 
+def plan(
+    call: AttentionCall,
+    num_tokens: int,
+    num_pages: int,
+    block_tables: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    cu_q_lens: Int32[Array, " R+1"],
+    num_rows: int | Int32[Array, ""],
+) -> Rows:
+    """See `PlanningImplementation.plan`."""
+    where = (block_tables, kv_lens, cu_q_lens, num_rows)
+    return find_rows(call.layout, num_tokens, num_pages, *where)
+
+
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     kv_cache: KVCache,
     layer: int | Int32[Array, ""],
-    block_tables: Int32[Array, "R B"],
-    kv_lens: Int32[Array, " R"],
-    cu_q_lens: Int32[Array, " R+1"],
-    num_rows: int | Int32[Array, ""],
+    plan: Rows,
     *,
     call: AttentionCall,
     scale: float,
@@ -69,19 +80,20 @@ def ragged_paged_attention(
     k_scale: Float32[Array, " K"] | None,
     v_scale: Float32[Array, " K"] | None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
-    """See `pallas_kernels.ragged_paged_attention.ragged_paged_attention`."""
-    rows, kv_cache = write_new_tokens(
-        *(call.layout, k, v, kv_cache, layer, block_tables, kv_lens, cu_q_lens, num_rows),
-        k_scale=k_scale,
-        v_scale=v_scale,
+    """See `PlanningImplementation.ragged_paged_attention`."""
+    rows = plan
+    kv_cache = write_new_tokens(
+        *(call.layout, rows, k, v, kv_cache, layer), k_scale=k_scale, v_scale=v_scale
     )
     context = _Context(kv_cache, layer, call, scale, sinks, k_scale, v_scale)
     is_decode = rows.q_lens == 1
-    decoded = _decode_rows(context, q, rows.pages, jnp.where(is_decode, kv_lens, 0), rows.starts)
+    decoded = _decode_rows(
+        context, q, rows.pages, jnp.where(is_decode, rows.kv_lens, 0), rows.starts
+    )
     is_decoded = rows.is_live & is_decode[rows.row_of_token]
     out = jnp.where(is_decoded[:, None, None], decoded[rows.row_of_token], 0).astype(q.dtype)
     tiled_lens = jnp.where(is_decode, 0, rows.q_lens)
-    return _tile_rows(context, q, out, rows.pages, kv_lens, rows.starts, tiled_lens), kv_cache
+    return _tile_rows(context, q, out, rows.pages, rows.kv_lens, rows.starts, tiled_lens), kv_cache
 
 
 def _decode_rows(

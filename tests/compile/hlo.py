@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 _COPIES = ("copy", "copy-start", "transpose", "convert", "pad", "concatenate")
+_FREE = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+|\(.*?\)) ([\w-]+)\(", re.MULTILINE)
 _COLLECTIVE = re.compile(
     r"^.* = (\S+|\(.*?\)) "
@@ -46,6 +47,32 @@ def collectives(text: str) -> list[Collective]:
         source = re.search(r'op_name="([^"]*)"', match[0])
         size = largest(match[1])
         found.append(Collective(match[2], size, source[1] if source else ""))
+    return found
+
+
+class Kernel(NamedTuple):
+    """An instruction that runs something on the device. shape: of its result, as HLO writes it."""
+
+    name: str
+    shape: str
+
+    @property
+    def is_of_integers(self) -> bool:
+        """Whether it makes an array, of more than one number, of integers or truth values."""
+        return any(
+            dtype[0] in "psu" and dims and dims != "1"
+            for dtype, _, dims in _SHAPE.findall(self.shape)
+        )
+
+
+def kernels_of_loops(text: str) -> list[Kernel]:
+    """What runs in each turn of the program's loops. An asynchronous one counts once."""
+    found = []
+    for body in re.findall(r" while\(.*, body=%([\w.-]+)", text):
+        start = text.index(f"\n%{body} (")
+        for match in _INSTRUCTION.finditer(text, start, text.index("\n}", start)):
+            if match[3] not in _FREE and not match[3].endswith("-done"):
+                found.append(Kernel(match[1], match[2]))
     return found
 
 

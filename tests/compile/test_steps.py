@@ -107,8 +107,7 @@ class Step:
         """As `Worker` does it."""
         config, mesh = self.config, make_mesh(devices(chip, self.num_devices))
         call = sizing.attention_call(config, chip)
-        attention = explain(call).chosen
-        assert attention is not None
+        attention = attention_of(self)
         dtype = jnp.dtype("bfloat16")
         spec = StepSpec(config.info, call.layout, chip, attention, dtype, MAX_TOKENS, mesh)
         per_row = sizing.blocks_per_sequence(config)
@@ -174,11 +173,19 @@ def test_step(compilers: Compilers, table: list[str], jobs: tuple[Step, ...]) ->
     assert len(temp_sizes) == 1, f"temporary bytes depend on the number of blocks: {temp_sizes}"
     moved = hlo.collectives(result.hlo)
     names = ", ".join(f"{each.name} {each.num_bytes} B" for each in moved)
-    explanation = explain(sizing.attention_call(jobs[0].config, CHIPS[jobs[0].chip]))
+    if jobs[0].num_tokens and CHIPS[jobs[0].chip].platform == "gpu":
+        names += f"; {len(hlo.kernels_of_loops(result.hlo))} kernels in loops"
     table.append(
-        f"{jobs[0]}, {explanation.chosen}: {result.argument_bytes / GIB:.2f} GiB given, "
+        f"{jobs[0]}, {attention_of(jobs[0])}: {result.argument_bytes / GIB:.2f} GiB given, "
         f"{result.temp_bytes / GIB:.2f} GiB temporary; {names}"
     )
+
+
+def attention_of(step: Step) -> str:
+    """The implementation that its attention has."""
+    chosen = explain(sizing.attention_call(step.config, CHIPS[step.chip])).chosen
+    assert chosen is not None
+    return chosen
 
 
 def check_forward(step: Step, result: Compiled) -> None:
@@ -198,6 +205,9 @@ def check_forward(step: Step, result: Compiled) -> None:
     assert {each.num_bytes for each in moved} == {2 * step.num_tokens * info.hidden_size}
     assert sum("psum" in each.source and "while" in each.source for each in moved) == 2
     assert sum("gather" in each.source for each in moved) == 1
+    if attention_of(step) == "gpu":
+        # Where work lies does not depend on the layer: no layer makes arrays of integers.
+        assert not [each for each in hlo.kernels_of_loops(result.hlo) if each.is_of_integers]
 
 
 # What sampling, grammars and options included, may move: the operation in JAX, and bytes a row.

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
 
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.layout import from_logical
+from pallas_kernels.ragged_paged_attention.rows import Rows, find_rows
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from tests.kernels.cases import Case, Config
 
@@ -28,23 +28,21 @@ def attention_call(config: Config, num_cores: int) -> AttentionCall:
     )
 
 
-def num_new_tokens(case: Case) -> np.ndarray:
-    """Of each row, 0 for padding."""
-    is_live = np.arange(case.config.max_rows) < len(case.rows)
-    return np.where(is_live, case.cu_q_lens[1:] - case.cu_q_lens[:-1], 0)
+def rows_of(case: Case) -> Rows:
+    """The rows as `gpu.py` plans with them."""
+    config = case.config
+    arrays = (case.block_tables, case.kv_lens, case.cu_q_lens, np.int32(len(case.rows)))
+    return find_rows(*(config.layout, len(case.q), config.num_pages), *map(jnp.asarray, arrays))
 
 
-def gpu_call(case: Case, takes_part: Bool[np.ndarray, " R"], num_cores: int) -> GpuCall:
-    """The call with the rows that take part; the cache holds the new tokens already."""
+def gpu_call(case: Case, num_cores: int) -> GpuCall:
+    """The call; the cache holds the new tokens already."""
     config = case.config
     arrays = dict(
         q=case.q,
         kv_cache=from_logical(config.layout, jnp.asarray(case.k_after), jnp.asarray(case.v_after)),
         layer=np.int32(case.layer),
-        pages=np.clip(case.block_tables, 0, config.num_pages - 1),
-        kv_lens=np.where(takes_part, case.kv_lens, 0),
-        starts=np.where(takes_part, case.cu_q_lens[:-1], 0),
-        q_lens=np.where(takes_part, num_new_tokens(case), 0),
+        pages=rows_of(case).pages,
         sinks=case.options.sinks,
         k_scale=case.k_scale,
         v_scale=case.v_scale,

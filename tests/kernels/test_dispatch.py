@@ -16,7 +16,9 @@ from pallas_kernels.ragged_paged_attention import (
     IMPLEMENTATIONS,
     AttentionCall,
     KVCacheLayout,
+    PlanningImplementation,
     explain,
+    plan_attention,
     ragged_paged_attention,
     unsupported_reason,
 )
@@ -97,6 +99,14 @@ CPU_CALL = AttentionCall(LAYOUT, CHIPS["cpu"], 4, LAYOUT.dtype)
 CPU_IMPLEMENTATIONS = [n for n in IMPLEMENTATIONS if unsupported_reason(n, CPU_CALL) is None]
 
 
+WHERE: dict[str, Any] = dict(
+    block_tables=jnp.array([[1]], jnp.int32),
+    kv_lens=jnp.array([4], jnp.int32),
+    cu_q_lens=jnp.array([0, 4], jnp.int32),
+    num_rows=1,
+)
+
+
 def _attend(**changes):
     new = jnp.ones((4, LAYOUT.num_kv_heads, LAYOUT.head_dim))
     arguments: dict[str, Any] = dict(
@@ -105,10 +115,7 @@ def _attend(**changes):
         v=new,
         kv_cache=zeros(LAYOUT, 3),
         layer=0,
-        block_tables=jnp.array([[1]], jnp.int32),
-        kv_lens=jnp.array([4], jnp.int32),
-        cu_q_lens=jnp.array([0, 4], jnp.int32),
-        num_rows=1,
+        **WHERE,
         layout=LAYOUT,
         chip=CHIPS["cpu"],
         scale=1.0,
@@ -190,6 +197,35 @@ def test_one_scale_is_the_same_as_one_for_each_head(implementation):
     np.testing.assert_array_equal(out(0.5), out(jnp.full(2, 0.5)))
     np.testing.assert_array_equal(out(0.5), out(jnp.float32(0.5)))
     assert not np.array_equal(out(0.4), out(0.5))
+
+
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
+def test_a_plan_is_used_and_changes_nothing(implementation, monkeypatch):
+    expected = _attend(implementation=implementation)
+    call = dataclasses.replace(CPU_CALL, q_dtype=jnp.dtype("float32"))
+    plan = plan_attention(call, 4, 3, **WHERE, implementation=implementation)
+    module = IMPLEMENTATIONS[implementation]
+    if isinstance(module, PlanningImplementation):
+        monkeypatch.setattr(module, "plan", None)  # it is not asked again
+    planned = jax.jit(lambda plan: _attend(implementation=implementation, plan=plan))(plan)
+    for got, want in zip(jax.tree.leaves(planned), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_tokens": 5},
+        {"num_pages": 4},
+        {"implementation": "reference"},
+        {"call": dataclasses.replace(CPU_CALL, q_dtype=jnp.dtype("float32"), sliding_window=2)},
+    ],
+)
+def test_refuses_the_plan_of_another_call(changes):
+    call = dataclasses.replace(CPU_CALL, q_dtype=jnp.dtype("float32"))
+    plan = plan_attention(**dict(call=call, num_tokens=4, num_pages=3, **WHERE) | changes)
+    with pytest.raises(ValueError, match="the plan is for"):
+        _attend(plan=plan)
 
 
 def test_annotations_are_checked():

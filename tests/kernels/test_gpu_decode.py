@@ -11,19 +11,14 @@ import pytest
 
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import gpu_decode
-from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
-from pallas_kernels.ragged_paged_attention.layout import KVCache
+from pallas_kernels.ragged_paged_attention.rows import find_rows
 from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES, AttentionCall
 from tests.kernels import gpu_simulator
-from tests.kernels.cases import Case, Config, RowPlan, make_case
-from tests.kernels.gpu_calls import attention_call, gpu_call, num_new_tokens
+from tests.kernels.cases import Config, RowPlan, make_case
+from tests.kernels.gpu_calls import attention_call, gpu_call, rows_of
 
 # Multiprocessors: contexts are cut, and the simulator runs few thread blocks.
 _NUM_CORES = 4
-
-
-def make_call(case: Case) -> GpuCall:
-    return gpu_call(case, num_new_tokens(case) == 1, _NUM_CORES)
 
 
 # Every head dim and dtype, groups of 1 to 16, features, pages within a block and blocks within a
@@ -52,9 +47,11 @@ def test_matches_oracle(changes):
     config = dataclasses.replace(config, pages_per_row=-(-512 // config.page_size))
     plans = [RowPlan(1, 500), RowPlan(3, 40), RowPlan(1, 0), RowPlan(0, 9), RowPlan(1, 130)]
     case = make_case(config, plans, seed=1)
-    assert gpu_decode.unsupported_reason(attention_call(config, _NUM_CORES)) is None
+    call = attention_call(config, _NUM_CORES)
+    assert gpu_decode.unsupported_reason(call) is None
+    chunks = gpu_decode.plan(call, rows_of(case))
     with gpu_simulator.simulate():
-        out = np.asarray(gpu_decode.decode_rows(make_call(case)))
+        out = np.asarray(gpu_decode.decode_rows(gpu_call(case, _NUM_CORES), chunks))
     expected = case.expected()
     for row, plan in enumerate(plans):
         if plan.q_len == 1:
@@ -63,17 +60,13 @@ def test_matches_oracle(changes):
             assert (error <= expected.tolerance[token]).all(), f"row {row}: {np.nanmax(error)}"
 
 
-def plan(kv_lens: list[int], call: AttentionCall) -> gpu_decode._Chunks:
-    """How the contexts are cut; only what the cut depends on is there."""
-    nothing = jnp.zeros(0)
-    rows = jnp.asarray(kv_lens, jnp.int32)
-    chunks = gpu_decode._split(
-        GpuCall(
-            *(nothing, KVCache(nothing, nothing), nothing, nothing, rows, nothing, nothing),
-            *(call, 1.0, None, None, None),
-        )
-    )
-    return jax.tree.map(np.asarray, chunks)
+def plan(kv_lens: list[int], call: AttentionCall) -> gpu_decode.Chunks:
+    """How the contexts of decode rows are cut; rows of no context are padding."""
+    lens = jnp.asarray(kv_lens, jnp.int32)
+    tables = jnp.zeros((len(kv_lens), 131_072 // call.layout.page_size), jnp.int32)
+    cu_q_lens = jnp.cumsum(jnp.append(0, jnp.minimum(lens, 1)), dtype=jnp.int32)
+    rows = find_rows(call.layout, len(kv_lens), 1, tables, lens, cu_q_lens, len(kv_lens))
+    return jax.tree.map(np.asarray, gpu_decode.plan(call, rows))
 
 
 @pytest.mark.parametrize("window", [None, 1, 1000])

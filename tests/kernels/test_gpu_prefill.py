@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import gpu_prefill
-from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from tests.kernels import gpu_simulator
-from tests.kernels.cases import Case, Config, RowPlan, make_case
-from tests.kernels.gpu_calls import attention_call, gpu_call, num_new_tokens
+from tests.kernels.cases import Config, RowPlan, make_case
+from tests.kernels.gpu_calls import attention_call, gpu_call, rows_of
 
 # The simulator multiplies what is in dead slots, too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -23,27 +22,25 @@ BASE = Config(
 _NUM_CORES = 1
 
 
-def make_call(case: Case) -> GpuCall:
-    return gpu_call(case, num_new_tokens(case) > 1, _NUM_CORES)
-
-
 def check(config: Config, plans: list[RowPlan], seed: int = 0) -> None:
     case = make_case(config, plans, seed)
-    assert gpu_prefill.unsupported_reason(attention_call(config, _NUM_CORES)) is None
+    call = attention_call(config, _NUM_CORES)
+    assert gpu_prefill.unsupported_reason(call) is None
+    plan = gpu_prefill.plan(call, rows_of(case))
     with gpu_simulator.simulate():
-        result = gpu_prefill.prefill_rows(make_call(case))
+        result = gpu_prefill.prefill_rows(gpu_call(case, _NUM_CORES), plan)
     assert (result.shape, result.dtype) == (case.q.shape, case.q.dtype)
     out = np.asarray(result).astype(np.float64)
     expected = case.expected()
     start = 0
-    for r, plan in enumerate(plans):
-        tokens = slice(start, start + plan.q_len)
-        if plan.q_len == 1:
+    for r, row in enumerate(plans):
+        tokens = slice(start, start + row.q_len)
+        if row.q_len == 1:
             np.testing.assert_array_equal(out[tokens], 0)
         else:
             error = np.abs(out[tokens] - expected.out[tokens])
             assert (error <= expected.tolerance[tokens]).all(), f"row {r}: {np.nanmax(error)}"
-        start += plan.q_len
+        start += row.q_len
     np.testing.assert_array_equal(out[start:], 0)
 
 
