@@ -193,17 +193,27 @@ def _step(layout: "KVCacheLayout", implementation: str, repeats: int = 1) -> Cal
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+    from pallas_kernels.ragged_paged_attention import (
+        AttentionCall,
+        plan_attention,
+        ragged_paged_attention,
+    )
 
     chip = _chip()
 
     def step(
         q: Any, k: Any, v: Any, kv_cache: "KVCache", tables: Any, kv_lens: Any, cu_q_lens: Any
     ) -> Any:
+        call = AttentionCall(layout, chip, q.shape[1], q.dtype)
+        where = (tables, kv_lens, cu_q_lens, len(kv_lens))
+        size = (len(q), layout.num_pages(kv_cache))
+        plan = plan_attention(call, *size, *where, implementation=implementation)
+
         def one_layer(carry: Any, layer: Any) -> Any:
             q, kv_cache = carry
             return ragged_paged_attention(
-                *(q, k, v, kv_cache, layer, tables, kv_lens, cu_q_lens, len(kv_lens)),
+                *(q, k, v, kv_cache, layer, *where),
+                plan=plan,
                 layout=layout,
                 chip=chip,
                 scale=layout.head_dim**-0.5,
