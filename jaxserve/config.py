@@ -126,6 +126,10 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     mesh: Annotated[
         str, Meta(description="Devices as DxM: M share the weights and the KV cache; D is 1.")
     ] = "1x1"
+    workers_per_host: Annotated[
+        int,
+        Meta(ge=1, description="Worker processes that share a host's devices of the mesh equally."),
+    ] = 1
 
     @property
     def num_devices(self) -> int:
@@ -301,7 +305,7 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
 
     Raises:
       UserError: `--max-model-len` is longer than the model's positions, or below 2; `--mesh` is
-        none, or has a data axis.
+        none, has a data axis, or cannot be shared by `--workers-per-host`.
     """
     data, model = _parse_mesh(config.parallel.mesh)
     if data != 1:
@@ -309,6 +313,18 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             f"--mesh {config.parallel.mesh}: devices can share one model, but not hold {data} of "
             "it.",
             fix=f"Use --mesh 1x{model}.",
+        )
+    workers = config.parallel.workers_per_host
+    if model % workers:
+        raise UserError(
+            f"--workers-per-host {workers} cannot share the {model} devices of "
+            f"--mesh {config.parallel.mesh} equally.",
+            fix=f"Use --workers-per-host {model} for a device each, or 1.",
+        )
+    if workers > 1 and config.worker.executor == "in_process":
+        raise UserError(
+            f"--workers-per-host {workers}: --executor in_process has one worker.",
+            fix="Use --executor worker.",
         )
     limit = info.max_position_embeddings
     max_model_len = config.model.max_model_len or limit

@@ -360,15 +360,29 @@ class EngineCoreStart(msgspec.Struct, frozen=True, array_like=True):
     worker_class: str
 
 
+class ProcessGroup(msgspec.Struct, frozen=True, array_like=True):
+    """The workers whose devices make one mesh, as one of them sees them.
+
+    coordinator: host:port where rank 0 waits for the others; empty where there are none.
+    """
+
+    rank: int = 0
+    size: int = 1
+    coordinator: str = ""
+
+
+ALONE = ProcessGroup()
+
+
 class WorkerStart(msgspec.Struct, frozen=True, array_like=True):
     """What a worker process is told first. config: an EngineConfig as msgpack.
 
-    plan_ring: SchedulerOutput from the engine core; this worker is its reader `rank`.
+    plan_ring: SchedulerOutput from the engine core; this worker is its reader `group.rank`.
     result_ring: WorkerOutput to the engine core, its only reader.
     """
 
     config: bytes
-    rank: int
+    group: ProcessGroup
     plan_ring: RingHandle
     result_ring: RingHandle
     worker_class: str

@@ -12,9 +12,11 @@ import numpy as np
 from jaxserve.config import EngineConfig, ModelInfo, replace
 from jaxserve.errors import UserError
 from jaxserve.messages import (
+    ALONE,
     EngineCoreRequest,
     GrammarMask,
     ModelRunnerOutput,
+    ProcessGroup,
     RowExtras,
     SamplingParams,
     SchedulerOutput,
@@ -118,7 +120,8 @@ class FakeWorker:
     under a mask the next token is as arbitrary, among those allowed.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, group: ProcessGroup = ALONE):
+        del group
         self.config = config
         self.rows: dict[int, _Row] = {}
         self.num_steps = 0

@@ -11,6 +11,7 @@ from jaxserve.worker.batch_mirror import StepInput
 from jaxserve.worker.extras import ExtrasMirror, PoolPlan, PromptPlan, StepExtras
 from jaxserve.worker.programs import Programs
 from jaxserve.worker.prompt_outputs import piece_len
+from jaxserve.worker.sharding import upload
 from jaxserve.worker.token_scores import TokenScores
 
 
@@ -90,7 +91,7 @@ class ExtrasRunner:
         num_top: int,
     ) -> TokenScores:
         program = self._programs.scores[logits.shape[0], self._top(num_top)]
-        return program(logits, tokens, jax.device_put(chosen, self._uploaded))
+        return program(logits, tokens, upload(chosen, self._uploaded))
 
     def _score_prompt(self, plan: PromptPlan, hidden: Float[Array, "T D"]) -> list[TokenScores]:
         program = self._programs.prompt_scores[self._top(plan.num_top)]
@@ -101,12 +102,12 @@ class ExtrasRunner:
             for line, whole in zip(padded, (plan.places, plan.next_tokens), strict=True):
                 part = whole[start : start + length]
                 line[: len(part)] = part
-            uploads = (jax.device_put(line, self._uploaded) for line in padded)
+            uploads = (upload(line, self._uploaded) for line in padded)
             pieces.append(program(self._params, hidden, *uploads))
         return pieces
 
     def _pool(self, plan: PoolPlan, hidden: Float[Array, "T D"]) -> Float32[Array, "lines D"]:
         lines = np.full(hidden.shape[0], self._pooled.shape[0], np.int32)
         lines[: len(plan.lines)] = plan.lines
-        uploads = (jax.device_put(part, self._uploaded) for part in (lines, plan.is_fresh))
+        uploads = (upload(part, self._uploaded) for part in (lines, plan.is_fresh))
         return self._programs.pool(self._pooled, hidden, *uploads)

@@ -3,7 +3,6 @@
 import queue
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Int32, Shaped
@@ -16,6 +15,7 @@ from jaxserve.worker.extras import StepExtras
 from jaxserve.worker.extras_runner import ExtrasRunner
 from jaxserve.worker.programs import EXTRA_WRITES, Programs, RunnerState
 from jaxserve.worker.row_options import OptionSpec, encode_options, has_options
+from jaxserve.worker.sharding import upload
 from jaxserve.worker.warmup import CompileCounter
 
 
@@ -175,7 +175,7 @@ class ModelRunner:
         self._state = self._state._replace(options=options)
 
     def _upload(self, array: Shaped[np.ndarray, "*S"]) -> Shaped[Array, "*S"]:
-        return jax.device_put(array, self._uploaded)
+        return upload(array, self._uploaded)
 
 
 def mask_of_rows(

@@ -56,7 +56,9 @@ class ProgramStore:
     def load_or_run(self, job: Job) -> jax.stages.Compiled:
         """The program of `job`, which is run where this does not have it yet."""
         facts = f"{job.func.__qualname__} {job.args}"
-        if " at 0x" in facts:  # a function of somebody else, such as a logits processor
+        # A function of somebody else, such as a logits processor, has no name that tells it apart.
+        # What several processes run together, jax's own cache keeps.
+        if " at 0x" in facts or jax.process_count() > 1:
             return job()
         name = hashlib.sha256((self._fingerprint + facts).encode()).hexdigest()
         path = self._directory / f"{name}.program"

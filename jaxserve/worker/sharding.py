@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Shaped
 
 from jaxserve.models.registry import ParamSpec
 from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout
@@ -40,6 +42,13 @@ def place(mesh: Mesh, *axes: str | None) -> Sharding:
     if mesh.size == 1:
         return jax.sharding.SingleDeviceSharding(mesh.devices.item())
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def upload(array: Shaped[np.ndarray, "*S"], sharding: Sharding) -> Shaped[Array, "*S"]:
+    """Each device's share of an array that every process has whole."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def keep_whole[Tree](mesh: Mesh, tree: Tree) -> Tree:

@@ -1,6 +1,5 @@
 """Derives what depends on devices: dtype, limits, kernels, and how many KV blocks fit."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -25,7 +24,6 @@ from pallas_kernels.ragged_paged_attention import (
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_MAX_CPU_DEVICES = 64
 _CPU_CACHE_BYTES = 2 * _GIB  # a CPU's memory is not ours to fill
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -51,20 +49,17 @@ _DEFAULTS = {
 
 
 def find_devices(config: EngineConfig) -> list[jax.Device]:
-    """The local devices of the mesh; a host's CPU shows as many as it takes.
+    """The devices of the mesh, those of the other processes too.
 
     Raises:
       UserError: JAX cannot start, starts on a platform that nothing here is made for, or has too
         few devices.
     """
     count = config.parallel.num_devices
-    if 1 < count <= _MAX_CPU_DEVICES:
-        with contextlib.suppress(RuntimeError):  # too late: JAX has started
-            jax.config.update("jax_num_cpu_devices", count)
     # JAX would keep a quarter of a GPU's memory from us; --memory-utilization says how much to use.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
-        devices = jax.local_devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"JAX cannot start (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}): "
@@ -199,12 +194,14 @@ def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
 
 
 def memory_limit_bytes(devices: Sequence[jax.Device]) -> int:
-    """Bytes that each device can still give: free memory, for a CPU within its container's limit.
+    """Bytes that each device of this process can still give: free memory, for a CPU within its
+    container's limit.
 
     Raises:
       UserError: an accelerator that does not say.
     """
-    stats = [device.memory_stats() or {} for device in devices]
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() or {} for device in mine]
     if all("bytes_limit" in counts for counts in stats):
         return min(counts["bytes_limit"] - counts["bytes_in_use"] for counts in stats)
     if platform_of(devices[0]) != "cpu":

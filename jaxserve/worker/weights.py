@@ -16,7 +16,7 @@ from jaxserve.checkpoint.weights import WeightReader, check_weight_names
 from jaxserve.config import ModelInfo
 from jaxserve.errors import UserError
 from jaxserve.models.registry import ParamSpec, model_for
-from jaxserve.worker.sharding import num_parts, param_shardings
+from jaxserve.worker.sharding import num_parts, param_shardings, upload
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def load_params(info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh) -> dic
     params = {}
     for name, spec in specs.items():
         host = _read_param(spec, reader, jnp.dtype(dtype))
-        params[name] = jax.device_put(host, shardings[name])
+        params[name] = upload(host, shardings[name])
     num_bytes = sum(p.nbytes for p in params.values())
     logger.info(
         "Weights: %.2f GiB as %s in %.1f s",

@@ -12,12 +12,19 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoint.demo import cache_dir
 from jaxserve.config import EngineConfig, check_resolved, replace
-from jaxserve.messages import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from jaxserve.messages import (
+    ALONE,
+    GrammarMask,
+    ModelRunnerOutput,
+    ProcessGroup,
+    SchedulerOutput,
+)
 from jaxserve.worker import programs as compiled
 from jaxserve.worker import sizing, warmup
 from jaxserve.worker.buckets import make_buckets
 from jaxserve.worker.logits_processors import load_logits_processors
 from jaxserve.worker.model_runner import ModelRunner
+from jaxserve.worker.process_group import join_group, least_of_all
 from jaxserve.worker.program_store import ProgramStore
 from jaxserve.worker.programs import Programs, RunnerState, empty_state
 from jaxserve.worker.row_options import OptionSpec
@@ -34,8 +41,9 @@ class Worker:
     """One process's share of the model. `load` first, then `execute` and `collect` steps; between
     the two `sample` where a plan awaits a mask."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, group: ProcessGroup = ALONE):
         self._config = config
+        self._group = group
         self._runner: ModelRunner | None = None
 
     def load(self) -> EngineConfig:
@@ -50,6 +58,7 @@ class Worker:
         directory = self._config.worker.compilation_cache_dir or str(cache_dir() / "xla")
         self._config = replace(self._config, compilation_cache_dir=directory)
         warmup.use_compilation_cache(Path(directory))
+        join_group(self._config, self._group)
         devices = sizing.find_devices(self._config)
         mesh = make_mesh(devices)
         chip = sizing.chip_of_device(devices[0])
@@ -62,7 +71,7 @@ class Worker:
         config = replace(config, logits_processors=processors)
         dtype = jnp.dtype(config.model.dtype)
         shapes = param_shapes(config.info, dtype, mesh)
-        free_bytes = sizing.memory_limit_bytes(devices) - device_bytes(shapes)
+        free_bytes = least_of_all(sizing.memory_limit_bytes(devices)) - device_bytes(shapes)
         sizing.size_kv_cache(
             config, chip.platform, free_bytes, step_temp_bytes=0
         )  # before the long work
@@ -163,7 +172,9 @@ class Worker:
         sized = size(compiled.step_bytes(programs))
         if sized.count < blocks.count:  # the step leaves less than the platform's default
             blocks = sized
-            filling = None
+            if filling:
+                concurrent.futures.wait([filling])  # the one too large goes before the next comes
+                filling = None
             programs |= run(forward_jobs(sized.count))
         logger.info(
             "num_kv_blocks = %d (%d tokens, %.2f GiB): %s",

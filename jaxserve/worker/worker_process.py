@@ -41,7 +41,7 @@ class WorkerProcess:
         for fd in [*plan_ring.fds(), *result_ring.fds()]:
             os.set_inheritable(fd, False)
         # No death descriptors: when the engine core is gone, so is this process.
-        self._plans: RingReader = plan_ring.reader(start.rank)
+        self._plans: RingReader = plan_ring.reader(start.group.rank)
         self._results = result_ring.writer()
         self._results_lock = threading.Lock()
         self._num_executed: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -50,7 +50,8 @@ class WorkerProcess:
         """Loads the worker, then runs plans for ever. Any failure ends the process."""
         try:
             gc.disable()  # loading makes a million objects that stay, and no garbage to speak of
-            worker: Worker = load_class(self._start.worker_class)(decode_config(self._start.config))
+            worker_class = load_class(self._start.worker_class)
+            worker: Worker = worker_class(decode_config(self._start.config), self._start.group)
             config = worker.load()
             # What loading made stays; the collector need not look at it again and again.
             gc.collect()
@@ -80,7 +81,7 @@ class WorkerProcess:
             while True:
                 self._num_executed.get()
                 output = worker.collect()
-                if self._start.rank == 0:
+                if self._start.group.rank == 0:
                     self._send(output)
         except BaseException as error:
             self._fail(error)
@@ -102,8 +103,11 @@ class WorkerProcess:
 def main() -> None:
     start_message, life_fd = processes.become_child()
     start = decode_worker_start(start_message)
-    processes.exit_with_parent(life_fd, f"worker {start.rank}")
-    setup_logging(decode_config(start.config).server.log_level, f"worker-{start.rank}")
+    rank = start.group.rank
+    processes.exit_with_parent(life_fd, f"worker {rank}")
+    level = decode_config(start.config).server.log_level
+    # All ranks would log the same; what is not, such as what went wrong, is more than info.
+    setup_logging("warning" if rank and level == "info" else level, f"worker-{rank}")
     WorkerProcess(start).run()
 
 

@@ -154,7 +154,7 @@ def test_a_step_that_takes_too_long_fails(start: Callable[..., Executor]) -> Non
 
 
 def test_all_ranks_read_the_plan_and_rank_0_answers() -> None:
-    executor = WorkersExecutor(fake_config(), "tests.fakes:FakeWorker", num_workers=3)
+    executor = WorkersExecutor(fake_config(workers_per_host=3), "tests.fakes:FakeWorker")
     try:
         executor.start()
         assert run_steps(executor, 3) == fake_output(PROMPT, 3)

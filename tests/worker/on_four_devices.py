@@ -2,9 +2,7 @@
 that has so many."""
 
 import dataclasses
-import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from msgspec.structs import replace
-from safetensors.numpy import save_file
 
 from jaxserve import config as configs
 from jaxserve.config import ModelInfo
 from jaxserve.messages import SamplingParams, TokenLogprobs
-from jaxserve.models.registry import model_for
 from jaxserve.worker import programs, sizing
 from jaxserve.worker.batch_mirror import BatchMirror
 from jaxserve.worker.batch_state import unpack_delta
@@ -28,6 +24,7 @@ from jaxserve.worker.sharding import device_bytes, make_mesh
 from jaxserve.worker.step import StepSpec
 from jaxserve.worker.weights import load_params, param_shapes
 from tests.worker import tiny
+from tests.worker.checkpoints import write_checkpoint
 
 DEVICES = jax.local_devices()
 assert len(DEVICES) == 4, f"{len(DEVICES)} devices; run tests/worker/test_sharding.py"
@@ -41,39 +38,6 @@ MODELS = {
     "a dummy KV head": {"num_heads": 9, "num_kv_heads": 3, "tie_word_embeddings": True},
     "an odd vocabulary": {"vocab_size": 66, "tie_word_embeddings": True},
 }
-
-
-def checkpoint(directory: Path, **changes: object) -> ModelInfo:
-    """A random model like `tiny.INFO`, written in Hugging Face's names."""
-    info = replace(tiny.INFO, path=str(directory), **changes)
-    rng = np.random.default_rng(3)
-    whole = model_for(info).param_specs(info)
-    q_len, kv_len = (n * info.head_dim for n in (info.num_heads, info.num_kv_heads))
-    sizes = {
-        "q_proj": (q_len, info.hidden_size),
-        "k_proj": (kv_len, info.hidden_size),
-        "v_proj": (kv_len, info.hidden_size),
-        "o_proj": (info.hidden_size, q_len),
-        "gate_proj": (info.intermediate_size, info.hidden_size),
-        "up_proj": (info.intermediate_size, info.hidden_size),
-        "down_proj": (info.hidden_size, info.intermediate_size),
-        "embed_tokens": (info.vocab_size, info.hidden_size),
-        "lm_head": (info.vocab_size, info.hidden_size),
-    }
-    tensors = {}
-    for source in [source for spec in whole.values() for source in spec.sources]:
-        *_, part, kind = source.split(".")
-        shape = sizes.get(part, (info.hidden_size,))
-        shape = shape[:1] if kind == "bias" else shape
-        for i in range(info.num_layers if "{i}" in source else 1):
-            values = rng.normal(0, shape[-1] ** -0.5 if len(shape) == 2 else 0.3, shape)
-            values = values + ("norm" in part)
-            values = values * (info.hidden_size**0.5 if part == "embed_tokens" else 1)
-            tensors[source.format(i=i)] = values.astype(np.float32)
-    save_file(tensors, directory / "model.safetensors")
-    described = {"tie_word_embeddings": info.tie_word_embeddings}
-    (directory / "config.json").write_text(json.dumps(described))
-    return info
 
 
 def spec_of(info: ModelInfo, mesh: Mesh) -> StepSpec:
@@ -134,7 +98,7 @@ def run_steps(info: ModelInfo, mesh: Mesh) -> tuple[list[np.ndarray], list[list[
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_tokens_are_those_of_one_device(name, tmp_path):
-    info = checkpoint(tmp_path, **MODELS[name])
+    info = write_checkpoint(tmp_path, **MODELS[name])
     want_logits, want_tokens, _ = run_steps(info, make_mesh(DEVICES[:1]))
     got_logits, got_tokens, hlo = run_steps(info, make_mesh(DEVICES))
     assert sum(map(len, want_tokens)) == 9
@@ -148,7 +112,7 @@ def test_logits_and_tokens_are_those_of_one_device(name, tmp_path):
 
 
 def test_each_device_has_its_share(tmp_path):
-    info = checkpoint(tmp_path, num_kv_heads=4)
+    info = write_checkpoint(tmp_path, num_kv_heads=4)
     one, four = (
         (param_shapes(info, jnp.float32, mesh), shapes_of(spec_of(info, mesh)).step.kv_cache)
         for mesh in (make_mesh(DEVICES[:1]), make_mesh(DEVICES))
@@ -174,7 +138,7 @@ def runner_of(info: ModelInfo, mesh: Mesh) -> ModelRunner:
 
 def test_options_scores_and_pooling_are_those_of_one_device(tmp_path):
     """Through the model runner, which also runs each program on nothing first."""
-    info = checkpoint(tmp_path, num_heads=8)
+    info = write_checkpoint(tmp_path, num_heads=8)
     requests = {
         0: SamplingParams(
             max_tokens=9,

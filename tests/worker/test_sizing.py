@@ -43,6 +43,7 @@ def fake_device(platform: str, stats: dict[str, int] | None = None) -> jax.Devic
     device = mock.Mock(spec=jax.Device)
     device.platform = platform
     device.device_kind = platform
+    device.process_index = 0
     device.memory_stats.return_value = stats
     return device
 
@@ -350,7 +351,7 @@ def test_a_worker_takes_no_more_than_its_step_leaves_free(
     limit = param_bytes + free_blocks * BLOCK_BYTES + STATE_BYTES
     device = fake_device(platform, {"bytes_limit": limit, "bytes_in_use": 0})
     program = mock.Mock(spec=jax.stages.Compiled)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(warmup, "use_compilation_cache", lambda _: None)
     monkeypatch.setattr(warmup, "run_parallel", lambda jobs, store: dict.fromkeys(jobs, program))
     result_bytes = BLOCK_BYTES // 16  # of each of 8 kinds of program, in two steps in flight

@@ -4,6 +4,7 @@ One ring buffer carries each plan and mask to all workers; every worker has a ri
 all report that they are ready or have failed, and only rank 0 sends results.
 """
 
+import socket
 import time
 
 from jaxserve import processes
@@ -19,6 +20,7 @@ from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.messages import (
     GrammarMask,
     ModelRunnerOutput,
+    ProcessGroup,
     SchedulerOutput,
     WorkerFailed,
     WorkerInput,
@@ -39,7 +41,8 @@ _STOP_TIMEOUT_S = 1.0
 class WorkersExecutor:
     """Worker processes, fed through shared memory."""
 
-    def __init__(self, config: EngineConfig, worker_class: str, num_workers: int = 1):
+    def __init__(self, config: EngineConfig, worker_class: str):
+        num_workers = config.parallel.workers_per_host
         self._config = config
         self._worker_class = worker_class
         self._step_timeout_s = config.worker.step_timeout_s
@@ -59,8 +62,10 @@ class WorkersExecutor:
         return [worker.pid for worker in self._workers]
 
     def start(self) -> EngineConfig:
+        size = len(self._result_rings)
+        coordinator = f"127.0.0.1:{_free_port()}" if size > 1 else ""
         for rank, result_ring in enumerate(self._result_rings):
-            self._workers.append(self._spawn(rank, result_ring))
+            self._workers.append(self._spawn(ProcessGroup(rank, size, coordinator), result_ring))
         death_fds = [worker.death_fd for worker in self._workers]
         self._writer = self._plan_ring.writer(death_fds)
         # Who waits for rank 0 is woken by the death of any worker and by what the others say.
@@ -99,17 +104,17 @@ class WorkersExecutor:
         for ring in [self._plan_ring, *self._result_rings]:
             ring.close()
 
-    def _spawn(self, rank: int, result_ring: RingBuffer) -> processes.Child:
+    def _spawn(self, group: ProcessGroup, result_ring: RingBuffer) -> processes.Child:
         start = WorkerStart(
             config=encode_config(self._config),
-            rank=rank,
+            group=group,
             plan_ring=self._plan_ring.handle,
             result_ring=result_ring.handle,
             worker_class=self._worker_class,
         )
         return processes.spawn(
             "jaxserve.worker.worker_process",
-            f"worker {rank}",
+            f"worker {group.rank}",
             encode(start),
             inherited_fds=[*self._plan_ring.fds(), *result_ring.fds()],
         )
@@ -180,6 +185,13 @@ class WorkersExecutor:
             f" {self._step_timeout_s:g} s (--step-timeout-s)"
         )
         return self._dead
+
+
+def _free_port() -> int:
+    """One that nobody listens on; rank 0 will, in a moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _read_now(reader: RingReader) -> WorkerOutput | None:

@@ -1,0 +1,78 @@
+"""Joins the processes whose devices make one mesh.
+
+Every process runs every program, in the same order, on its own devices; what leaves a program is
+whole on each of them, so any one of the processes can say what it was.
+"""
+
+import contextlib
+import os
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import UserError
+from jaxserve.messages import ProcessGroup
+
+_START_TIMEOUT_S = 120
+_MAX_CPU_DEVICES = 64  # a host's CPU shows as many as a mesh takes
+_FIRST_TPU_PORT = 8476
+_TPU_HOSTS = {4: "2,2,1", 8: "2,4,1"}  # how the chips of one host lie beside each other
+
+
+def join_group(config: EngineConfig, group: ProcessGroup) -> None:
+    """Before JAX starts: says how many devices this process has, and meets the other processes.
+
+    Raises:
+      UserError: the others do not come, or the chips cannot be shared out like that.
+    """
+    share = config.parallel.num_devices // group.size
+    if 1 < config.parallel.num_devices <= _MAX_CPU_DEVICES:
+        with contextlib.suppress(RuntimeError):  # too late: JAX has started
+            jax.config.update("jax_num_cpu_devices", share)
+    if group.size == 1:
+        return
+    if share == 1:
+        _give_tpu_chip(group)
+    local_ids = range(group.rank * share, (group.rank + 1) * share)
+    try:
+        jax.distributed.initialize(
+            group.coordinator,
+            num_processes=group.size,
+            process_id=group.rank,
+            local_device_ids=list(local_ids),
+            initialization_timeout=_START_TIMEOUT_S,
+        )
+    except RuntimeError as error:
+        raise UserError(
+            f"Worker {group.rank} cannot meet the {group.size - 1} others at {group.coordinator}: "
+            f"{' '.join(str(error).split())}.",
+            fix="Look for what ended them, above.",
+        ) from error
+
+
+def least_of_all(number: int) -> int:
+    """The least of the numbers that the processes of the group have here, each calling this once.
+
+    No process may go on with a number of its own: programs of other shapes would wait for ever.
+    """
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.int64(number)).min())
+
+
+def _give_tpu_chip(group: ProcessGroup) -> None:
+    """libtpu reads from the environment which chip is this process's, and who has the others."""
+    if group.size not in _TPU_HOSTS:
+        return
+    ports = range(_FIRST_TPU_PORT, _FIRST_TPU_PORT + group.size)
+    chip = {
+        "TPU_VISIBLE_CHIPS": str(group.rank),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_BOUNDS": _TPU_HOSTS[group.size],
+        "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
+        "TPU_PROCESS_PORT": str(ports[group.rank]),
+        "CLOUD_TPU_TASK_ID": str(group.rank),
+    }
+    os.environ |= chip
