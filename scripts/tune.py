@@ -1,6 +1,6 @@
 """Finds block sizes for a chip and writes pallas_kernels/ragged_paged_attention/tuned/<chip>.json.
 
-On a TPU it measures:
+On a TPU or a GPU it measures:
 
     python scripts/tune.py
 
@@ -13,6 +13,7 @@ entries:
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -32,6 +33,7 @@ from pallas_kernels.tuning import Sizes, forced_sizes
 
 OP = Path(__file__).parent.parent / "pallas_kernels" / "ragged_paged_attention"
 _REPEATS = 20
+_GPU_PAGE_SIZE = 64  # the engine's there
 _CALLS = 10  # in a program, so that starting one is not what is measured
 
 
@@ -58,6 +60,17 @@ def candidates(kernel: str, case: Case) -> list[Sizes]:
         for queries, keys in itertools.product((128, 256, 512), (256, 512, 1024))
         if keys % case.page_size == 0
     ]
+
+
+def gpu_candidates(chip: Chip, case: Case) -> list[Sizes]:
+    """Sizes of GPU decode that differ, once what does not fit is cut off."""
+    from pallas_kernels.ragged_paged_attention import gpu_decode
+
+    call = attention_call(chip, case)
+    tried = itertools.product((32, 64, 128), (1, 2, 3), (2, 3, 4, 6))
+    found = dict.fromkeys(gpu_decode.fit(call, *sizes) for sizes in tried)
+    names = ("tokens", "per_core", "stages")
+    return [{name: getattr(sizes, name) for name in names} for sizes in found if sizes]
 
 
 def kernel_of(case: Case, platform: str) -> str:
@@ -127,7 +140,7 @@ def by_measuring(chip: Chip, case: Case, kernel: str) -> Callable[[Sizes], Ranke
     def evaluate(sizes: Sizes) -> Ranked | None:
         with forced_sizes({kernel: sizes}):
             try:
-                seconds = measure(chip, case)
+                seconds = measure(chip, case, chip.platform)
             except jax.errors.JaxRuntimeError:
                 return None
         return Ranked(sizes, (seconds,), {"measured_us": round(seconds * 1e6, 1)})
@@ -135,15 +148,16 @@ def by_measuring(chip: Chip, case: Case, kernel: str) -> Callable[[Sizes], Ranke
     return evaluate
 
 
-def measure(chip: Chip, case: Case) -> float:
+def measure(chip: Chip, case: Case, implementation: str = "auto") -> float:
     """Median seconds of a call in a program of some, after a run that compiles."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+    from pallas_kernels.ragged_paged_attention import plan_attention, ragged_paged_attention
     from pallas_kernels.ragged_paged_attention.layout import zeros
 
-    layout = attention_call(chip, case).layout
+    attention = attention_call(chip, case)
+    layout = attention.layout
     pages_per_row = -(-case.kv_len // case.page_size)
     tables = 1 + jnp.arange(case.num_rows * pages_per_row, dtype=jnp.int32)
     kv_cache = zeros(layout, case.num_rows * pages_per_row + 1)
@@ -158,6 +172,9 @@ def measure(chip: Chip, case: Case) -> float:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(kv_cache: Any, q: Any, new: Any, *rows: Any) -> Any:
+        size = (case.num_tokens, layout.num_pages(kv_cache))
+        plan = plan_attention(attention, *size, *rows, implementation=implementation)
+
         def call(_: Any, state: Any) -> Any:
             kv_cache, q = state
             out, kv_cache = ragged_paged_attention(
@@ -165,6 +182,8 @@ def measure(chip: Chip, case: Case) -> float:
                 layout=layout,
                 chip=chip,
                 scale=case.head_dim**-0.5,
+                implementation=implementation,
+                plan=plan,
             )
             return kv_cache, out
 
@@ -217,16 +236,20 @@ def main() -> int:
         capability = str(getattr(device, "compute_capability", ""))
         chip, how = chip_of(device.platform, device.device_kind, capability), by_measuring
         ranked_by = f"median time of {_REPEATS} runs of {_CALLS} calls on a {device.device_kind}"
-        if chip.platform != "tpu":
+        if chip.platform == "cpu":
             parser.error(f"{chip.name} has no kernels whose sizes are tuned: use --chip")
     path = OP / "tuned" / f"{chip.name}.json"
     code = 0
     for name in arguments.case or CASES:
         case = CASES[name]
         kernel = kernel_of(case, chip.platform)
+        if chip.platform == "gpu":
+            if kernel == "gpu_prefill":  # its sizes are what registers hold
+                continue
+            case = dataclasses.replace(case, page_size=_GPU_PAGE_SIZE)
         print(f"{chip.name}, {name}, {kernel}", flush=True)
         ranked = rank(
-            candidates(kernel, case),
+            gpu_candidates(chip, case) if chip.platform == "gpu" else candidates(kernel, case),
             how(chip, case, kernel),
             lambda line: print(f"  {line}", flush=True),
         )

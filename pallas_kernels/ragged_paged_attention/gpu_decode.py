@@ -44,16 +44,25 @@ _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemanti
 
 
 def block_sizes(call: AttentionCall) -> gpu_ring.BlockSizes | None:
-    """The largest blocks of which two rings fit a multiprocessor, or one; None if none does."""
+    """Tuned ones, else the largest blocks of which two rings fit a multiprocessor, or one.
+
+    None if none does.
+    """
+    tuned = call.tuned_sizes("gpu_decode")
+    if tuned is not None:
+        return fit(call, **tuned)
     largest = min(128, 2 ** int(math.log2(_STAGED_BYTES // (2 * call.layout.head_dim))))
-    for per_core, tokens in itertools.product((2, 1), (largest, largest // 2)):
-        if tokens < 32:  # all four warps have tokens, and the tiles of a block divide among them
-            continue
-        weights = _num_rows(call) * tokens * 2
-        sizes = gpu_ring.fit(call, tokens, per_core, _MAX_STAGES, weights + _RESERVED_BYTES)
-        if sizes is not None:
-            return sizes
-    return None
+    tried = itertools.product((2, 1), (largest, largest // 2))
+    found = (fit(call, tokens, per_core, _MAX_STAGES) for per_core, tokens in tried)
+    return next(filter(None, found), None)
+
+
+def fit(call: AttentionCall, tokens: int, per_core: int, stages: int) -> gpu_ring.BlockSizes | None:
+    """Blocks of `tokens` in rings of at most `stages`; None where they do not fit."""
+    if tokens < 32:  # all four warps have tokens, and the tiles of a block divide among them
+        return None
+    weights = _num_rows(call) * tokens * 2
+    return gpu_ring.fit(call, tokens, per_core, stages, weights + _RESERVED_BYTES)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:

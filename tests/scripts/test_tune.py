@@ -1,5 +1,6 @@
 """The tuner: what it tries, how it ranks, what it writes; its clock runs, on a CPU."""
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -64,6 +65,20 @@ def test_candidates_are_sizes_that_the_kernels_take(tune, kernel):
             assert len(tried) > 1, name
             for sizes in tried:
                 takes(**sizes)
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100", "b200"])
+def test_candidates_of_gpu_decode_fit_and_differ(tune, chip):
+    from pallas_kernels.ragged_paged_attention import gpu_decode
+
+    call = tune.attention_call(CHIPS[chip], tune.CASES["Llama-3-8B, decode"])
+    found = []
+    for sizes in tune.gpu_candidates(CHIPS[chip], tune.CASES["Llama-3-8B, decode"]):
+        with tuning.forced_sizes({"gpu_decode": sizes}):
+            found.append(gpu_decode.block_sizes(call))
+        assert sizes.items() <= dataclasses.asdict(found[-1]).items()
+    assert gpu_decode.block_sizes(call) in found
+    assert len(found) > 5 and len(set(found)) == len(found)
 
 
 def test_ragged_rows_have_every_length_up_to_the_cases(tune, case):
