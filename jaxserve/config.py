@@ -15,6 +15,7 @@ from jaxserve.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_MAX_PORT = 65535
 _MAX_MESH = 4096  # devices along an axis
 
 
@@ -130,6 +131,21 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=1, description="Worker processes that share a host's devices of the mesh equally."),
     ] = 1
+    num_hosts: Annotated[
+        int, Meta(ge=1, description="Hosts that share the devices of the mesh equally.")
+    ] = 1
+    host_id: Annotated[
+        int, Meta(ge=0, description="Which of them this is; 0 serves, the others run workers.")
+    ] = 0
+    coordinator: Annotated[
+        str,
+        Meta(description="HOST:PORT of host 0, where the others reach it; two more ports follow."),
+    ] = ""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of all hosts."""
+        return self.num_hosts * self.workers_per_host
 
     @property
     def num_devices(self) -> int:
@@ -305,7 +321,7 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
 
     Raises:
       UserError: `--max-model-len` is longer than the model's positions, or below 2; `--mesh` is
-        none, has a data axis, or cannot be shared by `--workers-per-host`.
+        none, has a data axis, or cannot be shared by the workers; hosts are not numbered or found.
     """
     data, model = _parse_mesh(config.parallel.mesh)
     if data != 1:
@@ -314,18 +330,7 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             "it.",
             fix=f"Use --mesh 1x{model}.",
         )
-    workers = config.parallel.workers_per_host
-    if model % workers:
-        raise UserError(
-            f"--workers-per-host {workers} cannot share the {model} devices of "
-            f"--mesh {config.parallel.mesh} equally.",
-            fix=f"Use --workers-per-host {model} for a device each, or 1.",
-        )
-    if workers > 1 and config.worker.executor == "in_process":
-        raise UserError(
-            f"--workers-per-host {workers}: --executor in_process has one worker.",
-            fix="Use --executor worker.",
-        )
+    _check_workers(config)
     limit = info.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:
@@ -344,6 +349,37 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         max_model_len=max_model_len,
         served_model_name=config.model.served_model_name or config.model.model,
     )
+
+
+def _check_workers(config: EngineConfig) -> None:
+    parallel = config.parallel
+    mesh, num_devices = parallel.mesh, parallel.num_devices
+    if num_devices % parallel.num_workers:
+        flag, count = "--workers-per-host", parallel.workers_per_host
+        if num_devices % parallel.num_hosts:
+            flag, count = "--num-hosts", parallel.num_hosts
+        raise UserError(
+            f"{flag} {count} cannot share the {num_devices} devices of --mesh {mesh} equally.",
+            fix="Use numbers whose product divides that of --mesh.",
+        )
+    if parallel.num_workers > 1 and config.worker.executor == "in_process":
+        raise UserError(
+            "--executor in_process has one worker, not those of --workers-per-host or --num-hosts.",
+            fix="Use --executor worker.",
+        )
+    if parallel.num_hosts == 1 and not parallel.host_id:
+        return
+    if parallel.host_id >= parallel.num_hosts:
+        raise UserError(
+            f"--host-id {parallel.host_id} is none of --num-hosts {parallel.num_hosts}.",
+            fix=f"Number the hosts from 0 to {parallel.num_hosts - 1}.",
+        )
+    host, _, port = parallel.coordinator.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) <= _MAX_PORT - 2):
+        raise UserError(
+            f"--coordinator {parallel.coordinator!r} is not HOST:PORT.",
+            fix="Name host 0 as the others reach it, such as --coordinator 10.0.0.5:8470.",
+        )
 
 
 def _parse_mesh(mesh: str) -> tuple[int, int]:

@@ -329,6 +329,46 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 WorkerOutput = ModelRunnerOutput | WorkerReady | WorkerFailed
 
+# --- other hosts -> host 0 -----------------------------------------------------------------------
+
+
+class HostHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A host's first message. digest: of what all hosts must have been told alike."""
+
+    host_id: int
+    name: str
+    digest: str
+
+
+class HostReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """All workers of a host are warm. config: the resolved EngineConfig as msgpack."""
+
+    host_id: int
+    config: bytes
+
+
+class HostAlive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """Sent every second. digest: CRC-32 of all messages handed to the host's workers so far."""
+
+    host_id: int
+    num_messages: int
+    digest: int
+
+
+class HostFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A host's last message. fix: set when the failure is a UserError.
+
+    log: the last lines that its workers wrote.
+    """
+
+    host_id: int
+    reason: str
+    fix: str | None
+    log: list[str]
+
+
+HostReport = HostHello | HostReady | HostAlive | HostFailed
+
 # --- how a child process starts ------------------------------------------------------------------
 
 
@@ -377,12 +417,13 @@ ALONE = ProcessGroup()
 class WorkerStart(msgspec.Struct, frozen=True, array_like=True):
     """What a worker process is told first. config: an EngineConfig as msgpack.
 
-    plan_ring: SchedulerOutput from the engine core; this worker is its reader `group.rank`.
+    plan_ring: WorkerInput from the engine core; this worker is its reader `reader_idx`.
     result_ring: WorkerOutput to the engine core, its only reader.
     """
 
     config: bytes
     group: ProcessGroup
+    reader_idx: int
     plan_ring: RingHandle
     result_ring: RingHandle
     worker_class: str
@@ -394,5 +435,6 @@ decode_engine_input = msgspec.msgpack.Decoder(EngineInput).decode
 decode_engine_output = msgspec.msgpack.Decoder(EngineOutput).decode
 decode_worker_input = msgspec.msgpack.Decoder(WorkerInput).decode
 decode_worker_output = msgspec.msgpack.Decoder(WorkerOutput).decode
+decode_host_report = msgspec.msgpack.Decoder(HostReport).decode
 decode_engine_core_start = msgspec.msgpack.Decoder(EngineCoreStart).decode
 decode_worker_start = msgspec.msgpack.Decoder(WorkerStart).decode

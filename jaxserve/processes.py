@@ -85,11 +85,16 @@ class Child:
 
 
 def spawn(
-    module: str, name: str, start_message: bytes, *, inherited_fds: Sequence[int] = ()
+    module: str,
+    name: str,
+    start_message: bytes,
+    *,
+    inherited_fds: Sequence[int] = (),
+    stderr_fd: int | None = None,
 ) -> Child:
     """Runs `python -m module` with these descriptors (same numbers) and this first message.
 
-    name: for people, such as "worker 0". Standard error is shared with the parent.
+    name: for people, such as "worker 0".  stderr_fd: its standard error; None: the parent's.
     """
     life_read_fd, life_write_fd = os.pipe()
     inherited = [life_read_fd, *inherited_fds]
@@ -104,6 +109,7 @@ def spawn(
             [sys.executable, "-P", "-m", module, str(life_read_fd)],
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
+            stderr=stderr_fd,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         )
     os.close(life_read_fd)

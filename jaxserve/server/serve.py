@@ -22,6 +22,7 @@ from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.core_client import AsyncCoreClient
 from jaxserve.engine.detokenizer import DetokenizerFactory
 from jaxserve.engine.executor import WORKER_CLASS
+from jaxserve.engine.executor.host_agent import run_host
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.errors import EngineDeadError
@@ -57,11 +58,16 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
     threading.stack_size(STACK_BYTES)  # of threads to come, which check grammars
     setup_logging(config.server.log_level, "api")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what odd clients send
+    if config.parallel.host_id:
+        try:
+            return run_host(_resolve(config)[0], worker_class)
+        except EngineDeadError as error:
+            logger.error("host %d ends: %s", config.parallel.host_id, error)
+            return 1
     check_server_config(config.server)
     ssl_context = make_ssl_context(config.server)
     with contextlib.closing(Listener(config.server)) as listener:
-        path = checkpoint.resolve_model(config.model.model)
-        config = resolve_for_model(config, checkpoint.load_model_info(path))
+        config, path = _resolve(config)
         try:
             return asyncio.run(
                 _serve(config, path, listener, ssl_context, worker_class),
@@ -70,6 +76,12 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
         except EngineDeadError as error:
             logger.error("the engine could not start: %s", error)
             return 1
+
+
+def _resolve(config: EngineConfig) -> tuple[EngineConfig, Path]:
+    """With what the checkpoint says, and where that is."""
+    path = checkpoint.resolve_model(config.model.model)
+    return resolve_for_model(config, checkpoint.load_model_info(path)), path
 
 
 async def _serve(

@@ -15,7 +15,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import UserError
 from jaxserve.messages import ProcessGroup
 
-_START_TIMEOUT_S = 120
+_START_TIMEOUT_S = 600  # hosts may be started minutes after each other
 _MAX_CPU_DEVICES = 64  # a host's CPU shows as many as a mesh takes
 _FIRST_TPU_PORT = 8476
 _TPU_HOSTS = {4: "2,2,1", 8: "2,4,1"}  # how the chips of one host lie beside each other
@@ -33,15 +33,17 @@ def join_group(config: EngineConfig, group: ProcessGroup) -> None:
             jax.config.update("jax_num_cpu_devices", share)
     if group.size == 1:
         return
-    if share == 1:
+    per_host = config.parallel.workers_per_host
+    on_host = group.rank % per_host
+    if share == 1 and config.parallel.num_hosts == 1:
         _give_tpu_chip(group)
-    local_ids = range(group.rank * share, (group.rank + 1) * share)
+    local_ids = range(on_host * share, (on_host + 1) * share) if per_host > 1 else None
     try:
         jax.distributed.initialize(
             group.coordinator,
             num_processes=group.size,
             process_id=group.rank,
-            local_device_ids=list(local_ids),
+            local_device_ids=local_ids,
             initialization_timeout=_START_TIMEOUT_S,
         )
     except RuntimeError as error:

@@ -71,7 +71,8 @@ class Worker:
         config = replace(config, logits_processors=processors)
         dtype = jnp.dtype(config.model.dtype)
         shapes = param_shapes(config.info, dtype, mesh)
-        free_bytes = least_of_all(sizing.memory_limit_bytes(devices)) - device_bytes(shapes)
+        free_bytes = sizing.memory_limit_bytes(devices, config.parallel.workers_per_host)
+        free_bytes = least_of_all(free_bytes) - device_bytes(shapes)
         sizing.size_kv_cache(
             config, chip.platform, free_bytes, step_temp_bytes=0
         )  # before the long work

@@ -41,7 +41,7 @@ class WorkerProcess:
         for fd in [*plan_ring.fds(), *result_ring.fds()]:
             os.set_inheritable(fd, False)
         # No death descriptors: when the engine core is gone, so is this process.
-        self._plans: RingReader = plan_ring.reader(start.group.rank)
+        self._plans: RingReader = plan_ring.reader(start.reader_idx)
         self._results = result_ring.writer()
         self._results_lock = threading.Lock()
         self._num_executed: queue.SimpleQueue[None] = queue.SimpleQueue()

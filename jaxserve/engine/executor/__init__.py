@@ -66,9 +66,11 @@ def make_executor(config: EngineConfig, worker_class: str = WORKER_CLASS) -> Exe
         from jaxserve.engine.executor.in_process import InProcessExecutor
 
         return InProcessExecutor(config, lambda config: load_class(worker_class)(config))
+    from jaxserve.engine.executor.remote_hosts import RemoteHosts
     from jaxserve.engine.executor.workers import WorkersExecutor
 
-    return WorkersExecutor(config, worker_class)
+    hosts = RemoteHosts(config) if config.parallel.num_hosts > 1 else None
+    return WorkersExecutor(config, worker_class, hosts)
 
 
 def load_class(path: str) -> Any:

@@ -1,14 +1,16 @@
 """The executor that runs every worker in a process of its own.
 
-One ring buffer carries each plan and mask to all workers; every worker has a ring back, on which
-all report that they are ready or have failed, and only rank 0 sends results.
+One ring buffer carries each plan and mask to all workers of this host; every worker has a ring
+back, on which all report that they are ready or have failed, and only rank 0 sends results. The
+workers of other hosts are `RemoteHosts`' matter; there, `host_agent` feeds them with this class.
 """
 
 import socket
 import time
 
 from jaxserve import processes
-from jaxserve.config import EngineConfig, decode_config, encode_config
+from jaxserve.config import EngineConfig, ParallelConfig, decode_config, encode_config
+from jaxserve.engine.executor.remote_hosts import RemoteHosts, jax_address
 from jaxserve.engine.executor.ring_buffer import (
     ReaderDiedError,
     RingBuffer,
@@ -23,7 +25,6 @@ from jaxserve.messages import (
     ProcessGroup,
     SchedulerOutput,
     WorkerFailed,
-    WorkerInput,
     WorkerOutput,
     WorkerReady,
     WorkerStart,
@@ -39,11 +40,23 @@ _STOP_TIMEOUT_S = 1.0
 
 
 class WorkersExecutor:
-    """Worker processes, fed through shared memory."""
+    """Worker processes, fed through shared memory; with those of other hosts, if there are any.
 
-    def __init__(self, config: EngineConfig, worker_class: str):
+    Workers are numbered by their place on this host; their ranks go over all hosts.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker_class: str,
+        hosts: RemoteHosts | None = None,
+        stderr_fd: int | None = None,
+    ):
+        """hosts: the others.  stderr_fd: takes what workers write to standard error."""
         num_workers = config.parallel.workers_per_host
         self._config = config
+        self._hosts = hosts
+        self._stderr_fd = stderr_fd
         self._worker_class = worker_class
         self._step_timeout_s = config.worker.step_timeout_s
         self._plan_ring = RingBuffer.create(_PLAN_RING_BYTES, num_workers)
@@ -62,24 +75,28 @@ class WorkersExecutor:
         return [worker.pid for worker in self._workers]
 
     def start(self) -> EngineConfig:
-        size = len(self._result_rings)
-        coordinator = f"127.0.0.1:{_free_port()}" if size > 1 else ""
-        for rank, result_ring in enumerate(self._result_rings):
-            self._workers.append(self._spawn(ProcessGroup(rank, size, coordinator), result_ring))
+        coordinator = _jax_coordinator(self._config.parallel)
+        for idx, result_ring in enumerate(self._result_rings):
+            self._workers.append(self._spawn(idx, coordinator, result_ring))
         death_fds = [worker.death_fd for worker in self._workers]
         self._writer = self._plan_ring.writer(death_fds)
         # Who waits for rank 0 is woken by the death of any worker and by what the others say.
         others = [ring.reader(watch_fds=death_fds) for ring in self._result_rings[1:]]
         watch_fds = [*death_fds, *(reader.fd for reader in others)]
+        if self._hosts is not None:
+            watch_fds.append(self._hosts.failure_fd)
         self._readers = [self._result_rings[0].reader(watch_fds=watch_fds), *others]
-        configs = [self._wait_until_ready(rank) for rank in range(len(self._workers))]
-        return decode_config(configs[0])
+        configs = [self._wait_until_ready(idx) for idx in range(len(self._workers))]
+        config = decode_config(configs[0])
+        if self._hosts is not None:
+            self._hosts.wait_until_ready(config, self.check)
+        return config
 
     def execute(self, plan: SchedulerOutput) -> None:
-        self._send(plan)
+        self.send(encode(plan))
 
     def sample(self, mask: GrammarMask) -> None:
-        self._send(mask)
+        self.send(encode(mask))
 
     def collect(self) -> ModelRunnerOutput:
         self._raise_if_dead()
@@ -91,95 +108,114 @@ class WorkersExecutor:
         return output
 
     def failure_fds(self) -> list[int]:
-        return [worker.death_fd for worker in self._workers]
+        death_fds = [worker.death_fd for worker in self._workers]
+        return [*death_fds, self._hosts.failure_fd] if self._hosts else death_fds
 
     def check(self) -> None:
         self._raise_if_dead()
-        for rank, worker in enumerate(self._workers):
+        self._check_hosts()
+        for idx, worker in enumerate(self._workers):
             if worker.wait(0.0):
-                raise self._died(rank)
+                raise self._died(idx)
 
     def shutdown(self) -> None:
+        if self._hosts is not None:
+            self._hosts.close(exit_code=1 if self._dead else 0)
         processes.stop_all(self._workers, _STOP_TIMEOUT_S)
         for ring in [self._plan_ring, *self._result_rings]:
             ring.close()
 
-    def _spawn(self, group: ProcessGroup, result_ring: RingBuffer) -> processes.Child:
+    def _spawn(self, idx: int, coordinator: str, result_ring: RingBuffer) -> processes.Child:
+        parallel = self._config.parallel
+        rank = parallel.host_id * parallel.workers_per_host + idx
         start = WorkerStart(
             config=encode_config(self._config),
-            group=group,
+            group=ProcessGroup(rank, parallel.num_workers, coordinator),
+            reader_idx=idx,
             plan_ring=self._plan_ring.handle,
             result_ring=result_ring.handle,
             worker_class=self._worker_class,
         )
         return processes.spawn(
             "jaxserve.worker.worker_process",
-            f"worker {group.rank}",
+            f"worker {rank}",
             encode(start),
             inherited_fds=[*self._plan_ring.fds(), *result_ring.fds()],
+            stderr_fd=self._stderr_fd,
         )
 
-    def _send(self, message: WorkerInput) -> None:
+    def send(self, message: bytes) -> None:
+        """Hands an encoded WorkerInput to all workers; returns at once. Raises as `execute`."""
         assert self._writer is not None, "not started"
         self._raise_if_dead()
+        if self._hosts is not None:
+            self._hosts.send(message)
         try:
-            self._writer.write(encode(message), self._step_timeout_s)
+            self._writer.write(message, self._step_timeout_s)
         except ReaderDiedError as error:
             raise self._died(error.reader_idx) from None
         except TimeoutError:
             raise self._timed_out() from None
 
-    def _wait_until_ready(self, rank: int) -> bytes:
-        if rank not in self._ready:
-            message = self._receive(rank, timeout_s=None)
+    def _wait_until_ready(self, idx: int) -> bytes:
+        if idx not in self._ready:
+            message = self._receive(idx, timeout_s=None)
             assert isinstance(message, WorkerReady), message
-            self._ready[rank] = message
-        return self._ready[rank].config
+            self._ready[idx] = message
+        return self._ready[idx].config
 
-    def _receive(self, rank: int, timeout_s: float | None) -> WorkerOutput:
+    def _receive(self, idx: int, timeout_s: float | None) -> WorkerOutput:
         """The next message of a worker; raises if any worker has failed."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             try:
-                message = decode_worker_output(self._readers[rank].read(remaining_s))
+                message = decode_worker_output(self._readers[idx].read(remaining_s))
             except WatchedFdError:
                 self._attend_to_others()
                 continue
             if isinstance(message, WorkerFailed):
-                raise self._failed(rank, message)
+                raise self._failed(idx, message)
             return message
 
     def _attend_to_others(self) -> None:
         """Takes what ranks other than 0 say, and finds out who has died."""
-        for rank, reader in list(enumerate(self._readers))[1:]:
+        for idx, reader in list(enumerate(self._readers))[1:]:
             message = _read_now(reader)
             if isinstance(message, WorkerFailed):
-                raise self._failed(rank, message)
-            assert not isinstance(message, ModelRunnerOutput), (rank, message)
+                raise self._failed(idx, message)
+            assert not isinstance(message, ModelRunnerOutput), (idx, message)
             if message is not None:
-                self._ready[rank] = message
+                self._ready[idx] = message
         self.check()
+
+    def _check_hosts(self) -> None:
+        failure = self._hosts.failure() if self._hosts is not None else None
+        if isinstance(failure, EngineDeadError):
+            self._dead = failure
+        if failure is not None:
+            raise failure
 
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    def _died(self, rank: int) -> EngineDeadError | UserError:
+    def _died(self, idx: int) -> EngineDeadError | UserError:
         """The failure of a dead worker: its last words, else how it ended."""
-        while (message := _read_now(self._readers[rank])) is not None:
+        while (message := _read_now(self._readers[idx])) is not None:
             if isinstance(message, WorkerFailed):
-                return self._failed(rank, message)
-        self._dead = EngineDeadError(self._workers[rank].describe_exit())
+                return self._failed(idx, message)
+        self._dead = EngineDeadError(self._workers[idx].describe_exit())
         return self._dead
 
-    def _failed(self, rank: int, message: WorkerFailed) -> EngineDeadError | UserError:
-        self._dead = EngineDeadError(f"{self._workers[rank].name} failed: {message.reason}")
+    def _failed(self, idx: int, message: WorkerFailed) -> EngineDeadError | UserError:
+        self._dead = EngineDeadError(f"{self._workers[idx].name} failed: {message.reason}")
         if message.fix is not None:
             return UserError(message.reason, fix=message.fix)
         return self._dead
 
     def _timed_out(self) -> EngineDeadError:
+        self._check_hosts()
         self._dead = EngineDeadError(
             f"{self._workers[0].name} did not finish a step within"
             f" {self._step_timeout_s:g} s (--step-timeout-s)"
@@ -187,11 +223,15 @@ class WorkersExecutor:
         return self._dead
 
 
-def _free_port() -> int:
-    """One that nobody listens on; rank 0 will, in a moment."""
-    with socket.socket() as probe:
+def _jax_coordinator(parallel: ParallelConfig) -> str:
+    """Where the workers meet, with rank 0, which listens."""
+    if parallel.num_hosts > 1:
+        return jax_address(parallel)
+    if parallel.num_workers == 1:
+        return ""
+    with socket.socket() as probe:  # a port that is free, and will be taken in a moment
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _read_now(reader: RingReader) -> WorkerOutput | None:
