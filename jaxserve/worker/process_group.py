@@ -54,14 +54,15 @@ def join_group(config: EngineConfig, group: ProcessGroup) -> None:
         ) from error
 
 
-def least_of_all(number: int) -> int:
+def least_of_all(num_bytes: int) -> int:
     """The least of the numbers that the processes of the group have here, each calling this once.
 
     No process may go on with a number of its own: programs of other shapes would wait for ever.
     """
     if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.process_allgather(np.int64(number)).min())
+        return num_bytes
+    mebibytes = np.int32(num_bytes >> 20)  # JAX has no larger integers
+    return int(multihost_utils.process_allgather(mebibytes).min()) << 20
 
 
 def _give_tpu_chip(group: ProcessGroup) -> None:

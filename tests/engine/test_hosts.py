@@ -1,6 +1,7 @@
 """Two hosts: messages reach the workers of both, and whatever ends one ends both, by name."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -128,7 +129,7 @@ def test_a_silent_host_is_given_up(start: Start):
         error = wait_dead(executor)
     finally:
         os.kill(host.pid, signal.SIGCONT)
-    assert f"has said nothing for {STEP_TIMEOUT_S:g} s" in str(error)
+    assert re.match(f"{NAME} has said nothing for [34] s", str(error))
 
 
 def test_a_host_ends_when_host_0_is_gone(start: Start):

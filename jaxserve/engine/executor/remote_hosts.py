@@ -144,6 +144,15 @@ class RemoteHosts:
         with self._changed:
             return self._failure
 
+    def silent(self, limit_s: float) -> str:
+        """Names a host that has said nothing for longer; "" if there is none."""
+        for host, seen_s in list(self._seen_s.items()):
+            silent_s = time.monotonic() - seen_s
+            if silent_s > limit_s:
+                name = self._names[host]
+                return f"{name} has said nothing for {silent_s:.0f} s: it or the network is gone"
+        return ""
+
     def close(self, exit_code: int) -> None:
         """Ends the workers of all hosts, whose first process then exits with this code."""
         self._is_closed = True
@@ -162,18 +171,8 @@ class RemoteHosts:
                 with self._changed:
                     self._take(report)
                     self._changed.notify_all()
-            silent = [
-                host
-                for host, seen_s in self._seen_s.items()
-                if time.monotonic() - seen_s > self._silence_limit_s
-            ]
-            if silent:
-                self._fail(
-                    EngineDeadError(
-                        f"{self._names[silent[0]]} has said nothing for {self._silence_limit_s:g} s"
-                        " (--step-timeout-s): it is gone, or the network is"
-                    )
-                )
+            if silent := self.silent(self._silence_limit_s):
+                self._fail(EngineDeadError(f"{silent} (--step-timeout-s)"))
 
     def _take(self, report: HostReport) -> None:
         host = report.host_id

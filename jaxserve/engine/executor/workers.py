@@ -37,6 +37,7 @@ from jaxserve.messages import (
 _PLAN_RING_BYTES = 1 << 23
 _RESULT_RING_BYTES = 1 << 21
 _STOP_TIMEOUT_S = 1.0
+_SILENT_S = 3.0  # a host that says nothing for so long is worth a word
 
 
 class WorkersExecutor:
@@ -216,9 +217,11 @@ class WorkersExecutor:
 
     def _timed_out(self) -> EngineDeadError:
         self._check_hosts()
+        limit = f"{self._step_timeout_s:g} s (--step-timeout-s)"
+        silent = self._hosts.silent(_SILENT_S) if self._hosts is not None else ""
         self._dead = EngineDeadError(
-            f"{self._workers[0].name} did not finish a step within"
-            f" {self._step_timeout_s:g} s (--step-timeout-s)"
+            f"{self._workers[0].name} did not finish a step within {limit}"
+            + (f": {silent}" if silent else "")
         )
         return self._dead
 
