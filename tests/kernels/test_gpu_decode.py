@@ -19,6 +19,7 @@ from tests.kernels.gpu_calls import attention_call, gpu_call, rows_of
 
 # Multiprocessors: contexts are cut, and the simulator runs few thread blocks.
 _NUM_CORES = 4
+_CAPACITY = 131_072  # tokens that a row's table has pages for
 
 
 # Every head dim and dtype, groups of 1 to 16, features, pages within a block and blocks within a
@@ -63,7 +64,7 @@ def test_matches_oracle(changes):
 def plan(kv_lens: list[int], call: AttentionCall) -> gpu_decode.Chunks:
     """How the contexts of decode rows are cut; rows of no context are padding."""
     lens = jnp.asarray(kv_lens, jnp.int32)
-    tables = jnp.zeros((len(kv_lens), 131_072 // call.layout.page_size), jnp.int32)
+    tables = jnp.zeros((len(kv_lens), _CAPACITY // call.layout.page_size), jnp.int32)
     cu_q_lens = jnp.cumsum(jnp.append(0, jnp.minimum(lens, 1)), dtype=jnp.int32)
     rows = find_rows(call.layout, len(kv_lens), 1, tables, lens, cu_q_lens, len(kv_lens))
     return jax.tree.map(np.asarray, gpu_decode.plan(call, rows))
@@ -73,7 +74,7 @@ def plan(kv_lens: list[int], call: AttentionCall) -> gpu_decode.Chunks:
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(
     kv_lens=st.lists(
-        st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 131_072)),
+        st.one_of(st.just(0), st.integers(1, 300), st.integers(1, _CAPACITY)),
         min_size=16,
         max_size=16,
     )
@@ -102,3 +103,8 @@ def test_chunks_are_every_live_token_once(window, kv_lens):
     slots = sizes.per_core * call.chip.num_cores // call.layout.num_kv_heads
     share = sum(kv_lens) / slots + 2 * sizes.tokens
     assert longest <= max(share, gpu_decode._MIN_CHUNK * sizes.tokens)
+
+
+def test_nothing_is_read_past_the_end_of_a_table():
+    call = MODEL_SHAPES["Llama-3-8B"].call(CHIPS["h100"])
+    assert plan([_CAPACITY + 1, 2**31 - 1], call).end.max() == _CAPACITY
