@@ -209,9 +209,9 @@ def ragged_paged_attention(
     may hold anything. The output of padding tokens is zero. Nothing is written but the slots of
     this step's tokens and, maybe, page 0.
 
-    The caller sees to it that 0 <= cu_q_lens[r + 1] - cu_q_lens[r] <= kv_lens[r] <= B * S, what a
-    row's table has places for, that live entries of the table are pages of the cache, and that
-    cu_q_lens[num_rows] <= T. No device checks it: where it is not so, results are unspecified.
+    The caller sees to it that of rows < num_rows 0 <= cu_q_lens[r + 1] - cu_q_lens[r] <= kv_lens[r]
+    <= B * S, what a table has places for, that cu_q_lens[num_rows] <= T, and that tables name pages
+    of the cache. No device checks it: where it is not so, results are unspecified.
 
     `plan` is what `plan_attention` made of the same arrays. Without one it is made here, again in
     each layer.
