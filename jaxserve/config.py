@@ -132,8 +132,13 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=1, description="Worker processes that share a host's devices of the mesh equally."),
     ] = 1
     num_hosts: Annotated[
-        int, Meta(ge=1, description="Hosts that share the devices of the mesh equally.")
-    ] = 1
+        int,
+        Meta(
+            ge=0,
+            description="Hosts that share the devices of the mesh equally; 0: those that "
+            "LeaderWorkerSet, GKE or Slurm name in the environment, else 1.",
+        ),
+    ] = 0
     host_id: Annotated[
         int, Meta(ge=0, description="Which of them this is; 0 serves, the others run workers.")
     ] = 0
@@ -330,6 +335,7 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             "it.",
             fix=f"Use --mesh 1x{model}.",
         )
+    config = replace(config, num_hosts=max(1, config.parallel.num_hosts))
     _check_workers(config)
     limit = info.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
@@ -399,6 +405,7 @@ def check_resolved(config: EngineConfig) -> EngineConfig:
         (config.model, ("max_model_len", "served_model_name", "dtype", "info")),
         (config.cache, ("block_size", "num_kv_blocks")),
         (config.scheduler, ("max_num_seqs", "max_num_batched_tokens", "jump_ahead_tokens")),
+        (config.parallel, ("num_hosts",)),
         (config.worker, ("attention", "compilation_cache_dir")),
     )
     open_fields = [

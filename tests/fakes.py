@@ -57,6 +57,7 @@ def fake_config(**flat: object) -> EngineConfig:
         "attention": "reference",
         "compilation_cache_dir": "none",
         "step_timeout_s": 30.0,
+        "num_hosts": 1,
     }
     return replace(EngineConfig(), **(fields | flat))
 

@@ -77,7 +77,10 @@ def other_value(flag):
         return next(choice for choice in flag.choices if choice != flag.default)
     if flag.type is tuple:
         return ("other", "more")
-    return "other" if flag.type is str else flag.type(1 if flag.default != 1 else 0.5) or 1
+    if flag.type is str:
+        return "other"
+    other = 2 if flag.type is int else 0.5
+    return flag.type(1) if flag.default != 1 else other
 
 
 @pytest.mark.parametrize("flag", all_flags(), ids=lambda flag: flag.name)

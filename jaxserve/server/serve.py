@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import shlex
 import signal
 import ssl
@@ -17,7 +18,7 @@ import uvloop
 
 from jaxserve import __version__, checkpoint
 from jaxserve.checkpoint.tokenizer import Tokenizer
-from jaxserve.config import ChatConfig, EngineConfig, resolve_for_model
+from jaxserve.config import ChatConfig, EngineConfig, replace, resolve_for_model
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.core_client import AsyncCoreClient
 from jaxserve.engine.detokenizer import DetokenizerFactory
@@ -27,6 +28,7 @@ from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.errors import EngineDeadError
 from jaxserve.grammars.pieces import STACK_BYTES
+from jaxserve.hosts import detect_hosts
 from jaxserve.logs import setup_logging
 from jaxserve.metrics import ServerMetrics
 from jaxserve.server.app import build_app
@@ -58,6 +60,7 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
     threading.stack_size(STACK_BYTES)  # of threads to come, which check grammars
     setup_logging(config.server.log_level, "api")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what odd clients send
+    config = _with_hosts(config)
     if config.parallel.host_id:
         try:
             return run_host(_resolve(config)[0], worker_class)
@@ -76,6 +79,24 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
         except EngineDeadError as error:
             logger.error("the engine could not start: %s", error)
             return 1
+
+
+def _with_hosts(config: EngineConfig) -> EngineConfig:
+    """With the hosts of the environment, where flags name none."""
+    hosts = None if config.parallel.num_hosts else detect_hosts(os.environ)
+    if hosts is None:
+        return config
+    coordinator = config.parallel.coordinator or hosts.coordinator
+    logger.info(
+        "host_id = %d of %d, coordinator = %s: %s",
+        hosts.host_id,
+        hosts.num_hosts,
+        coordinator,
+        hosts.source,
+    )
+    return replace(
+        config, num_hosts=hosts.num_hosts, host_id=hosts.host_id, coordinator=coordinator
+    )
 
 
 def _resolve(config: EngineConfig) -> tuple[EngineConfig, Path]:
