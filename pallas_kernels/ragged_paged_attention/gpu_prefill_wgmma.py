@@ -15,30 +15,26 @@ have blocks of 64, as the output alone takes 128 registers and more.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Float, Float32, Int32, Shaped
 
+from pallas_kernels.ragged_paged_attention import gpu_prefill_common as common
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
+from pallas_kernels.ragged_paged_attention.gpu_prefill_common import Item, Problem, Softmax
 from pallas_kernels.ragged_paged_attention.gpu_tiles import Tiles, Tiling, tiling_of
 from pallas_kernels.ragged_paged_attention.layout import QUANTIZED_DTYPES
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
-TILE_ROWS = 128
+_TILE_ROWS = 128
 _WARPGROUP_ROWS = 64
-_NUM_CONSUMERS = TILE_ROWS // _WARPGROUP_ROWS
+_NUM_CONSUMERS = _TILE_ROWS // _WARPGROUP_ROWS
 _PRODUCER = _NUM_CONSUMERS
-_NO_PEAK = -1e30  # of a row that has seen nothing; finite, as inf - inf is NaN
-_LOG2E = math.log2(math.e)
-_ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number a matrix row
 _RESERVED_BYTES = 4096  # barriers, and what the compiler reduces through
 
 
@@ -55,10 +51,16 @@ def block_sizes(call: AttentionCall) -> BlockSizes:
     layout = call.layout
     context = 128 if layout.head_dim <= 128 else 64
     block_bytes = context * layout.head_dim * 2
-    free = call.chip.core_memory_bytes - _RESERVED_BYTES - TILE_ROWS * layout.head_dim * 2
+    free = call.chip.core_memory_bytes - _RESERVED_BYTES - _TILE_ROWS * layout.head_dim * 2
     if layout.dtype in QUANTIZED_DTYPES:
         free -= block_bytes  # K and V as stored, a byte an element
     return BlockSizes(context, min(3, free // (2 * block_bytes)))
+
+
+def tile_rows(call: AttentionCall) -> int:
+    """Matrix rows of a tile."""
+    del call  # for every call as many
+    return _TILE_ROWS
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -74,7 +76,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"copies 8 tokens at once, pages are of {layout.page_size}"
     if layout.head_dim % 16 or layout.head_dim > 256:
         return f"head dims are multiples of 16 up to 256, not {layout.head_dim}"
-    if tiling_of(call, TILE_ROWS) is None:
+    if tiling_of(call, _TILE_ROWS) is None:
         return f"{call.num_heads} query heads over {layout.num_kv_heads} KV heads are too many"
     return None
 
@@ -82,31 +84,22 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 class _Static(NamedTuple):
     """What the kernel is compiled for."""
 
-    call: AttentionCall
-    tiling: Tiling
-    sizes: BlockSizes
-    num_blocks: int  # thread blocks
+    problem: Problem
+    num_stages: int
     num_pages: int
-    scale: float
 
     @property
-    def granule(self) -> int:
-        """Tokens of one copy, all of the same page."""
-        return math.gcd(self.call.layout.page_size, self.sizes.context)
+    def call(self) -> AttentionCall:
+        return self.problem.call
 
     @property
     def num_copies(self) -> int:
         """Copies that bring a block."""
-        return self.sizes.context // self.granule
+        return self.problem.context // self.problem.unit
 
     @property
     def is_quantized(self) -> bool:
         return self.call.layout.dtype in QUANTIZED_DTYPES
-
-    @property
-    def scores_are_scaled(self) -> bool:
-        """Whether scores are scaled before they are masked, not by the fused multiply of exp2."""
-        return self.call.soft_cap is not None or self.call.has_scales or self.scale <= 0
 
     @property
     def tile_columns(self) -> int:
@@ -114,59 +107,24 @@ class _Static(NamedTuple):
         return plgpu.find_swizzle(self.call.layout.head_dim * 16) // 2
 
 
-class _Item(NamedTuple):
-    """A tile and a KV head: what of the context it sees, cut into blocks."""
-
-    tile: Int32[Array, ""]
-    head: Int32[Array, ""]
-    row: Int32[Array, ""]
-    query: Int32[Array, ""]
-    position: Int32[Array, ""]
-    first: Int32[Array, ""]  # position of the first block
-    end: Int32[Array, ""]
-    num_blocks: Int32[Array, ""]
-
-
 def attend(
     call: GpuCall, tiling: Tiling, tiles: Tiles, queries: Float[Array, "K Q H"]
 ) -> Float[Array, "W K M H"]:
-    """Attention of live tiles, M = TILE_ROWS matrix rows each; anything in dead tiles and rows."""
-    layout, num_tiles = call.call.layout, tiles.row.shape[0]
-    num_items = num_tiles * layout.num_kv_heads
-    static = _Static(
-        call=call.call,
-        tiling=tiling,
-        sizes=block_sizes(call.call),
-        num_blocks=min(call.call.chip.num_cores, num_items),
-        num_pages=layout.num_pages(call.kv_cache),
-        scale=call.scale,
-    )
-    flat = (-1, layout.num_kv_heads * layout.head_dim)
-    inputs: dict[str, Array] = {
-        "queries": queries,
-        "keys": call.kv_cache.k.reshape(flat),
-        "values": call.kv_cache.v.reshape(flat),
-        "layer": jnp.asarray(call.layer, jnp.int32)[None],
-        "pages": call.pages,
-        **tiles._asdict(),
-    }
-    if call.sinks is not None:
-        inputs["sinks"] = _sinks_of_rows(call.sinks, tiling, layout.num_kv_heads)
-    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-        if scale is not None:
-            inputs[name] = scale
-    out = jax.ShapeDtypeStruct(
-        (num_tiles, layout.num_kv_heads, TILE_ROWS, layout.head_dim), queries.dtype
-    )
+    """Attention of live tiles, M = _TILE_ROWS matrix rows each; anything in dead tiles and rows."""
+    layout, sizes = call.call.layout, block_sizes(call.call)
+    num_blocks = min(call.call.chip.num_cores, tiles.row.shape[0] * layout.num_kv_heads)
+    problem = Problem(call.call, tiling, call.scale, sizes.context, num_blocks)
+    static = _Static(problem, sizes.num_stages, layout.num_pages(call.kv_cache))
+    inputs = common.inputs_of(call, tiling, tiles, queries)
 
     def body(*refs: Any, **scratch: Any) -> None:
         _run(static, {**dict(zip((*inputs, "out"), refs, strict=True)), **scratch})
 
     return plgpu.kernel(
         body,
-        out_type=out,
+        out_type=common.output_of(call, tiling, tiles),
         scratch_types=_scratch(static, queries.dtype),
-        grid=(static.num_blocks,),
+        grid=(num_blocks,),
         grid_names=("block",),
         num_threads=_NUM_CONSUMERS + 1,
         thread_name="warpgroup",
@@ -175,29 +133,21 @@ def attend(
     )(*inputs.values())
 
 
-def _sinks_of_rows(
-    sinks: Float32[Array, " N"], tiling: Tiling, num_kv_heads: int
-) -> Float32[Array, "K M"]:
-    """The sink of each matrix row, as logarithms to base 2."""
-    heads = jnp.arange(TILE_ROWS) % tiling.group
-    return sinks.reshape(num_kv_heads, tiling.group)[:, heads] * _LOG2E
-
-
 def _scratch(static: _Static, dtype: np.dtype) -> dict[str, Any]:
     """Shared memory and barriers. A copy, and `barrier_arrive`, are one arrival."""
-    layout, sizes, columns = static.call.layout, static.sizes, static.tile_columns
-    ring = (sizes.num_stages, sizes.context, layout.head_dim)
+    layout, columns, num_stages = static.call.layout, static.tile_columns, static.num_stages
+    ring = (num_stages, static.problem.context, layout.head_dim)
     num_arrivals = 1 if static.is_quantized else static.num_copies
-    free = plgpu.Barrier(num_arrivals=_NUM_CONSUMERS, num_barriers=sizes.num_stages)
+    free = plgpu.Barrier(num_arrivals=_NUM_CONSUMERS, num_barriers=num_stages)
     scratch = {
         # A consumer's queries, and then its output.
         "q_smem": _tiled((_NUM_CONSUMERS, _WARPGROUP_ROWS, layout.head_dim), dtype, columns),
         "k_smem": _tiled(ring, dtype, columns),
         "v_smem": _tiled(ring, dtype, columns),
         "q_ready": plgpu.Barrier(num_barriers=_NUM_CONSUMERS),
-        "k_ready": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=sizes.num_stages),
+        "k_ready": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages),
         # The last is for the values at the end of a context, which the producer itself awaits.
-        "v_ready": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=sizes.num_stages + 1),
+        "v_ready": plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages + 1),
         "k_free": free,
         "v_free": free,
         "turn": plgpu.Barrier(num_barriers=_NUM_CONSUMERS),
@@ -231,15 +181,15 @@ def _run(static: _Static, refs: dict[str, Any]) -> None:
     def _consumer() -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")
         pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs["turn"].at[0]))
-        _for_items(static, refs, functools.partial(_consume, static, refs, warpgroup))
+        common.for_items(static.problem, refs, functools.partial(_consume, static, refs, warpgroup))
         pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs["turn"].at[0]))
 
     @pl.when(warpgroup == _PRODUCER)
     def _producer() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
         produce = _produce_quantized if static.is_quantized else _produce
-        num_steps = _for_items(static, refs, functools.partial(produce, static, refs))
-        for i in range(static.sizes.num_stages):  # until all that was brought is consumed
+        num_steps = common.for_items(static.problem, refs, functools.partial(produce, static, refs))
+        for i in range(static.num_stages):  # until all that was brought is consumed
             _await_free(static, refs["k_free"], num_steps + i)
             _await_free(static, refs["v_free"], num_steps + i)
 
@@ -257,49 +207,8 @@ def _registers(static: _Static) -> tuple[int, int]:
     return (240, 32) if is_long else (216, 80)
 
 
-def _for_items(
-    static: _Static,
-    refs: dict[str, Any],
-    work: Callable[[_Item, Int32[Array, ""]], None],
-) -> Int32[Array, ""]:
-    """Calls work(item, blocks before it) for each item of this thread block; all their blocks.
-
-    Items come longest first and are dealt out back and forth, so that all get about as much.
-    """
-    layout, num = static.call.layout, jnp.int32(static.num_blocks)
-    block = lax.axis_index("block")
-    num_items = refs["num_live"][0] * layout.num_kv_heads
-    num_rounds = lax.div(num_items, num)
-
-    def place(i: Int32[Array, ""]) -> Int32[Array, ""]:
-        return jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, num - 1 - block)
-
-    is_in_last = place(num_rounds) < num_items - num_rounds * num
-
-    def visit(i: Int32[Array, ""], step: Int32[Array, ""]) -> Int32[Array, ""]:
-        index = i * num + place(i)
-        tile = lax.div(index, jnp.int32(layout.num_kv_heads))
-        granule = jnp.int32(static.granule)
-        first = lax.div(refs["begin"][tile], granule) * granule
-        end = refs["end"][tile]
-        item = _Item(
-            tile=tile,
-            head=index - tile * layout.num_kv_heads,
-            row=refs["row"][tile],
-            query=refs["query"][tile],
-            position=refs["position"][tile],
-            first=first,
-            end=end,
-            num_blocks=lax.div(end - first + static.sizes.context - 1, static.sizes.context),
-        )
-        work(item, step)
-        return step + item.num_blocks
-
-    return lax.fori_loop(0, num_rounds + is_in_last.astype(jnp.int32), visit, jnp.int32(0))
-
-
 def _slot(static: _Static, step: Int32[Array, ""]) -> Int32[Array, ""]:
-    return lax.rem(step, jnp.int32(static.sizes.num_stages))
+    return lax.rem(step, jnp.int32(static.num_stages))
 
 
 class _Block(NamedTuple):
@@ -310,12 +219,12 @@ class _Block(NamedTuple):
     first_rows: list[Int32[Array, ""]]  # of each copy, in the cache as a matrix [L*P*S, K*H]
 
 
-def _find(static: _Static, refs: dict[str, Any], item: _Item, i: Int32[Array, ""]) -> _Block:
+def _find(static: _Static, refs: dict[str, Any], item: Item, i: Int32[Array, ""]) -> _Block:
     """The i-th block of an item."""
-    page_size, start = static.call.layout.page_size, item.first + i * static.sizes.context
+    page_size, start = static.call.layout.page_size, item.first + i * static.problem.context
     first_page = refs["layer"][0] * static.num_pages
     first_rows = []
-    for offset in range(0, static.sizes.context, static.granule):
+    for offset in range(0, static.problem.context, static.problem.unit):
         position = jnp.minimum(start + offset, item.end - 1)  # some live page, where it has none
         index = lax.div(position, jnp.int32(page_size))
         page = first_page + refs["pages"][item.row, index]
@@ -326,7 +235,7 @@ def _find(static: _Static, refs: dict[str, Any], item: _Item, i: Int32[Array, ""
 def _load(
     static: _Static,
     refs: dict[str, Any],
-    item: _Item,
+    item: Item,
     block: _Block,
     name: str,
     destination: Any,
@@ -336,16 +245,16 @@ def _load(
 
     destination: [context, H] in shared memory. barrier: gets static.num_copies arrivals.
     """
-    head_dim, granule = static.call.layout.head_dim, static.granule
+    head_dim, unit = static.call.layout.head_dim, static.problem.unit
     columns = pl.ds(item.head * head_dim, head_dim)
     for i, first_row in enumerate(block.first_rows):
-        is_live = i * granule < block.num_live
+        is_live = i * unit < block.num_live
 
         @pl.when(is_live)
         def _copy(i=i, first_row=first_row) -> None:
             plgpu.copy_gmem_to_smem(
-                refs[name].at[pl.ds(pl.multiple_of(first_row, 8), granule), columns],
-                destination.at[pl.ds(i * granule, granule)],
+                refs[name].at[pl.ds(pl.multiple_of(first_row, 8), unit), columns],
+                destination.at[pl.ds(i * unit, unit)],
                 barrier,
             )
 
@@ -355,12 +264,10 @@ def _load(
 
 
 def _await_free(static: _Static, free: Any, step: Int32[Array, ""]) -> None:
-    pl.when(step >= static.sizes.num_stages)(
-        lambda: plgpu.barrier_wait(free.at[_slot(static, step)])
-    )
+    pl.when(step >= static.num_stages)(lambda: plgpu.barrier_wait(free.at[_slot(static, step)]))
 
 
-def _produce(static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Array, ""]) -> None:
+def _produce(static: _Static, refs: dict[str, Any], item: Item, step: Int32[Array, ""]) -> None:
     """Brings the blocks of an item, of a dtype that wgmma takes."""
 
     def block(i: Int32[Array, ""], _: None) -> None:
@@ -370,12 +277,12 @@ def _produce(static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Arr
         _await_free(static, refs["k_free"], step + i)
         _load(static, refs, item, found, "keys", keys, refs["k_ready"].at[slot])
         _await_free(static, refs["v_free"], step + i)
-        arrived = jnp.where(is_last, static.sizes.num_stages, slot)
+        arrived = jnp.where(is_last, static.num_stages, slot)
         _load(static, refs, item, found, "values", values, refs["v_ready"].at[arrived])
 
         @pl.when(is_last)
         def _clear_end() -> None:
-            plgpu.barrier_wait(refs["v_ready"].at[static.sizes.num_stages])
+            plgpu.barrier_wait(refs["v_ready"].at[static.num_stages])
             _clear(static, values, found.num_live)
             plgpu.commit_smem()
             for _ in range(static.num_copies):
@@ -390,7 +297,7 @@ def _pieces(static: _Static) -> list[tuple[Any, Any, int]]:
     width = static.tile_columns
     return [
         (pl.ds(first, _WARPGROUP_ROWS), pl.ds(column, width), first)
-        for first in range(0, static.sizes.context, _WARPGROUP_ROWS)
+        for first in range(0, static.problem.context, _WARPGROUP_ROWS)
         for column in range(0, head_dim, width)
     ]
 
@@ -408,7 +315,7 @@ def _clear(static: _Static, block: Any, num_live: Int32[Array, ""]) -> None:
 
 
 def _produce_quantized(
-    static: _Static, refs: dict[str, Any], item: _Item, step: Int32[Array, ""]
+    static: _Static, refs: dict[str, Any], item: Item, step: Int32[Array, ""]
 ) -> None:
     """Brings the blocks of an item of 8-bit elements, in the dtype of the queries.
 
@@ -425,7 +332,7 @@ def _produce_quantized(
             stored = plgpu.load(refs[f"{short}_stored"].at[rows, columns])
             out.at[rows, columns][...] = _decode(stored, static.call.layout.dtype, out.dtype)
         if name == "values":
-            num_live = item.end - item.first - i * static.sizes.context
+            num_live = item.end - item.first - i * static.problem.context
             pl.when(i == item.num_blocks - 1)(lambda: _clear(static, out, num_live))
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs[f"{short}_ready"].at[slot])
@@ -454,19 +361,11 @@ def _decode(
     return halves if out_dtype == jnp.float16 else halves.astype(jnp.float32).astype(out_dtype)
 
 
-class _Softmax(NamedTuple):
-    """A running softmax, to base 2: what _consume carries from block to block."""
-
-    peak: Float32[Array, " M"]
-    total: Float32[Array, " M"]
-    acc: Float32[Array, "M H"]
-
-
 def _consume(
     static: _Static,
     refs: dict[str, Any],
     consumer: Int32[Array, ""],
-    item: _Item,
+    item: Item,
     step: Int32[Array, ""],
 ) -> None:
     """Attention of a consumer's matrix rows of an item."""
@@ -476,11 +375,14 @@ def _consume(
     first_query = pl.multiple_of(item.query + rows, 8)
     source = refs["queries"].at[item.head, pl.ds(first_query, _WARPGROUP_ROWS)]
     plgpu.copy_gmem_to_smem(source, queries, ready)
-    score_factor = static.scale * (refs["k_scale"][item.head] if "k_scale" in refs else 1.0)
+    factor = common.score_factor(static.problem, refs, item)
     plgpu.barrier_wait(ready)
 
-    def block(i: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
-        slot, start = _slot(static, step + i), item.first + i * static.sizes.context
+    def block(
+        i: Int32[Array, ""], carry: tuple[Softmax, Float32[Array, "M H"]]
+    ) -> tuple[Softmax, Float32[Array, "M H"]]:
+        softmax, acc = carry
+        slot, start = _slot(static, step + i), item.first + i * static.problem.context
         plgpu.barrier_wait(refs["k_ready"].at[slot])
 
         def multiply_keys(acc_ref: Any) -> Float32[Array, "M S"]:
@@ -488,21 +390,12 @@ def _consume(
             plgpu.barrier_arrive(next_turn)
             return acc_ref[...]
 
-        shape = (_WARPGROUP_ROWS, static.sizes.context)
+        shape = (_WARPGROUP_ROWS, static.problem.context)
         scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         plgpu.barrier_arrive(refs["k_free"].at[slot])
-        scores = _scaled(static, scores, score_factor)
-        scores = lax.cond(
-            _needs_mask(static, item, start),
-            lambda scores: _masked(static, item, rows, start, scores),
-            lambda scores: scores,
-            scores,
+        weights, rescale, softmax = common.weigh(
+            static.problem, item, rows, start, scores, factor, softmax
         )
-        factor = 1.0 if static.scores_are_scaled else static.scale * _LOG2E
-        peak = jnp.maximum(softmax.peak, scores.max(axis=1) * factor)
-        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(peak, shape, [0]))
-        rescale = jnp.exp2(softmax.peak - peak)
-        total = softmax.total * rescale + weights.sum(axis=1)
         weights = weights.astype(queries.dtype)
 
         plgpu.barrier_wait(refs["v_ready"].at[slot])
@@ -511,80 +404,21 @@ def _consume(
         def multiply_values(acc_ref: Any) -> None:
             plgpu.wgmma(acc_ref, weights, refs["v_smem"].at[slot])
 
-        acc = softmax.acc * lax.broadcast_in_dim(rescale, softmax.acc.shape, [0])
+        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
         init: Any = plgpu.WGMMAAccumulatorRef.init(acc)
         acc = pl.run_state(multiply_values)(init)
         plgpu.barrier_arrive(refs["v_free"].at[slot])
-        return _Softmax(peak, total, acc)
+        return softmax, acc
 
     plgpu.barrier_wait(turn)
-    softmax = lax.fori_loop(0, item.num_blocks, block, _initial(static, refs, item, rows))
+    acc = common.full((_WARPGROUP_ROWS, static.call.layout.head_dim), 0.0, common.MATRIX)
+    carry = common.initial_softmax(_WARPGROUP_ROWS), acc
+    softmax, acc = lax.fori_loop(0, item.num_blocks, block, carry)
     plgpu.barrier_arrive(next_turn)
 
-    factor = 1 / softmax.total
-    if "v_scale" in refs:
-        factor = factor * refs["v_scale"][item.head]
-    out = softmax.acc * lax.broadcast_in_dim(factor, softmax.acc.shape, [0])
+    out = common.normalized(refs, item, rows, softmax, acc)
     queries[...] = out.astype(queries.dtype)
     plgpu.commit_smem()
     out_ref = refs["out"].at[item.tile, item.head, pl.ds(rows, _WARPGROUP_ROWS)]
     plgpu.copy_smem_to_gmem(queries, out_ref)
     plgpu.wait_smem_to_gmem(0)
-
-
-def _initial(
-    static: _Static, refs: dict[str, Any], item: _Item, rows: Int32[Array, ""]
-) -> _Softmax:
-    """Nothing seen yet, but for the sinks."""
-
-    def full(shape: tuple[int, ...], value: float, layout: Any) -> Float32[Array, "..."]:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    if "sinks" in refs:
-        ref = refs["sinks"].at[item.head, pl.ds(rows, _WARPGROUP_ROWS)]
-        peak, total = plgpu.load(ref, layout=_ROWS, optimized=False), 1.0
-    else:
-        peak, total = full((_WARPGROUP_ROWS,), _NO_PEAK, _ROWS), 0.0
-    shape = (_WARPGROUP_ROWS, static.call.layout.head_dim)
-    acc = full(shape, 0.0, plgpu.Layout.WGMMA)
-    return _Softmax(peak, full((_WARPGROUP_ROWS,), total, _ROWS), acc)
-
-
-def _scaled(
-    static: _Static, scores: Float32[Array, "M S"], factor: float | Float32[Array, ""]
-) -> Float32[Array, "M S"]:
-    """Scores after scale and soft cap, to base 2, where the exponential does not scale them."""
-    if not static.scores_are_scaled:
-        return scores
-    soft_cap = static.call.soft_cap
-    if soft_cap is None:
-        return scores * (factor * _LOG2E)
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own is good to 11 bits only.
-    powers = jnp.exp2(scores * (factor * (2 * _LOG2E / soft_cap)))
-    return soft_cap * _LOG2E - (2 * soft_cap * _LOG2E) / (powers + 1)
-
-
-def _needs_mask(static: _Static, item: _Item, start: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Whether some token of the tile does not see all of the block at `start`."""
-    needs_mask = start + static.sizes.context - 1 > item.position
-    if static.call.sliding_window is not None:
-        needs_mask |= start <= item.end - 1 - static.call.sliding_window
-    return needs_mask
-
-
-def _masked(
-    static: _Static,
-    item: _Item,
-    rows: Int32[Array, ""],
-    start: Int32[Array, ""],
-    scores: Float32[Array, "M S"],
-) -> Float32[Array, "M S"]:
-    """Scores, with -inf where a token does not see another; `rows`: the first matrix row."""
-    row = plgpu.broadcasted_iota(jnp.int32, (_WARPGROUP_ROWS,), 0, layout=_ROWS)
-    token = lax.div(row + rows, jnp.int32(static.tiling.group))
-    last = lax.broadcast_in_dim(item.position + token - start, scores.shape, [0])
-    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    sees = column <= last
-    if static.call.sliding_window is not None:
-        sees &= column > last - static.call.sliding_window
-    return jnp.where(sees, scores, -jnp.inf)

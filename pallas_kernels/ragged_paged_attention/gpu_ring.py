@@ -189,6 +189,13 @@ class Ring:
         """Starts to read another block to where `block` was, if there is one."""
         self._fetch_if_any(block + self.sizes.stages, is_free=False)
 
+    def finish(self) -> None:
+        """Leaves the memory to another ring: nothing is on its way and all has been read."""
+        if self.memory.barriers is None:
+            plgpu.wait_gmem_to_smem(0)
+        else:
+            plgpu.commit_smem()
+
     def _fetch_if_any(self, block: Int32[Array, ""], is_free: bool) -> None:
         if self.memory.barriers is None:
             self._fetch(block)  # copies are counted, so there is always one

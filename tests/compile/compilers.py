@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,6 +107,8 @@ class Compilers:
 
     def _compile(self, job: Job) -> Compiled | Refused:
         child = getattr(self._own, "child", None)
+        if child is not None and not child.takes(job):
+            child.end()
         if child is None or not child.is_alive():
             child = self._own.child = _Child()
             self._children.append(child)
@@ -114,7 +116,13 @@ class Compilers:
 
 
 class _Child:
+    """A process that compiles for TPUs and for GPUs of one compute capability.
+
+    Mosaic GPU has ptxas compile for the first GPU that a process compiled for.
+    """
+
     def __init__(self) -> None:
+        self._capability: tuple[int, int] | None = None
         context = multiprocessing.get_context("spawn")
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed by end)
         self._pipe, theirs = context.Pipe()
@@ -127,7 +135,11 @@ class _Child:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
+    def takes(self, job: Job) -> bool:
+        return _capability(job) in (None, self._capability) or self._capability is None
+
     def compile(self, job: Job) -> Compiled | Refused:
+        self._capability = self._capability or _capability(job)
         self._pipe.send(job)
         try:
             if self._pipe.poll(_LIMIT_S):
@@ -143,6 +155,19 @@ class _Child:
         self._process.kill()
         self._process.join()
         self._output.close()
+
+
+def _capability(job: Job) -> tuple[int, int] | None:
+    """Of the GPU that is compiled for."""
+    from pallas_kernels.chips import CHIPS
+
+    chip = CHIPS[job.chip]
+    return chip.capability if chip.platform == "gpu" else None
+
+
+def by_capability(jobs: Iterable[Job]) -> list[Job]:
+    """The order in which fewest processes are started."""
+    return sorted(jobs, key=lambda job: _capability(job) or (0, 0))
 
 
 def _serve(jobs: Connection, output: str) -> None:

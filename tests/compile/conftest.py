@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compile.compilers import Compilers
+from tests.compile.compilers import Compilers, by_capability
 
 _ROWS = pytest.StashKey[list[str]]()
 
@@ -50,8 +50,9 @@ def compilers(request: pytest.FixtureRequest) -> Iterator[Compilers]:
     if reason is not None:
         pytest.fail(reason, pytrace=False)
     made = Compilers()
-    for item in request.session.items:
-        for job in getattr(getattr(item, "callspec", None), "params", {}).get("jobs", ()):
-            made.submit(job)
+    params = [getattr(item, "callspec", None) for item in request.session.items]
+    jobs = [job for spec in params if spec for job in spec.params.get("jobs", ())]
+    for job in by_capability(jobs):
+        made.submit(job)
     yield made
     made.close()

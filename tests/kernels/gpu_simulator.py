@@ -27,7 +27,7 @@ def simulate() -> Iterator[None]:
     ):
         interpreter = jaxpr_interpret.JaxprInterpreter
         patch.setattr(interpreter, "_interpret_wgmma_ref_p", _wgmma)
-        patch.setattr(interpreter, "_interpret_inline_mgpu_p", _run_state)
+        patch.setattr(interpreter, "_interpret_inline_mgpu_p", _run_state_or_relabel)
         patch.setattr(interpreter, "interpret", _interpret)
         yield
 
@@ -47,9 +47,18 @@ def _interpret(self: Any, jaxpr: Any, token: jax.Array, *args: Any) -> Any:
     )
 
 
+def _run_state_or_relabel(self: Any, eqn: Any, token: jax.Array, get_invals: Any) -> Any:
+    """`run_state`, or inline code of a kernel: what there is takes an array to another layout."""
+    if "is_initialized" in eqn.params:
+        return _run_state(self, eqn, token, get_invals)
+    (value,), (out,) = get_invals(), eqn.outvars
+    assert (value.shape, value.dtype) == (out.aval.shape, out.aval.dtype), eqn
+    return token, [value]
+
+
 def _run_state(self: Any, eqn: Any, token: jax.Array, get_invals: Any) -> Any:
     """`run_state`: every operand that is no reference becomes a buffer in registers."""
-    assert "is_initialized" in eqn.params and all(eqn.params["is_initialized"]), eqn
+    assert all(eqn.params["is_initialized"]), eqn
     common = dict(mesh_location=self.mesh_location, thread=self.thread)
     space = shared_memory.get_memory_space_idx(plgpu.REGS)
     keys, buffers = [], []

@@ -22,7 +22,8 @@ SETUPS = {"reference": ("reference", "cpu"), "xla": ("xla", "cpu"), "xla-tpu": (
 # (setup, config): what each simulated implementation meets here. Those of a GPU take longest.
 SIMULATED = [
     *((("tpu", "v6e"), name) for name in SIMULATED_CONFIGS if name != "everything-e4m3-bf16"),
-    *((("gpu", "h100"), name) for name in ("gqa3-h64-bf16", "everything-e4m3-bf16")),
+    (("gpu", "b200"), "gqa3-h64-bf16"),
+    (("gpu", "h100"), "everything-e4m3-bf16"),
 ]
 
 
