@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Shaped
 
 from jaxserve.checkpoint import open_weights
@@ -16,7 +16,7 @@ from jaxserve.checkpoint.weights import WeightReader, check_weight_names
 from jaxserve.config import ModelInfo
 from jaxserve.errors import UserError
 from jaxserve.models.registry import ParamSpec, model_for
-from jaxserve.worker.sharding import num_parts, param_shardings, upload
+from jaxserve.worker.sharding import num_parts, param_shardings
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ def load_params(info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh) -> dic
     check_weight_names(_tensor_names(info, specs), reader)
     params = {}
     for name, spec in specs.items():
-        host = _read_param(spec, reader, jnp.dtype(dtype))
-        params[name] = upload(host, shardings[name])
+        params[name] = _read_param(spec, reader, jnp.dtype(dtype), shardings[name])
     num_bytes = sum(p.nbytes for p in params.values())
     logger.info(
         "Weights: %.2f GiB as %s in %.1f s",
@@ -67,11 +66,16 @@ def _tensor_names(info: ModelInfo, specs: dict[str, ParamSpec]) -> set[str]:
 
 
 def _read_param(
-    spec: ParamSpec, reader: WeightReader, dtype: np.dtype
-) -> Shaped[np.ndarray, "..."]:
-    """Reads one parameter; its layers in parallel, as reading drops the GIL."""
-    host = np.empty(spec.shape, dtype)
-    layers = host if spec.is_stacked else host[None]
+    spec: ParamSpec, reader: WeightReader, dtype: np.dtype, sharding: Sharding
+) -> Shaped[Array, "..."]:
+    """Reads one parameter; its layers in parallel, as reading drops the GIL.
+
+    Of each layer only what this process's devices have stays in memory.
+    """
+    places = sharding.addressable_devices_indices_map(spec.shape)
+    part_shape = sharding.shard_shape(spec.shape)
+    parts = {place: np.empty(part_shape, dtype) for place in places.values()}
+    layer_shape = spec.shape[1:] if spec.is_stacked else spec.shape
 
     def read_layer(i: int) -> None:
         names = [source.format(i=i) for source in spec.sources]
@@ -80,15 +84,24 @@ def _read_param(
             array = spec.assemble(*tensors) if spec.assemble else tensors[0]
         except ValueError:  # shapes that do not even go together
             array = None
-        if array is None or array.shape != layers.shape[1:]:
+        if array is None or array.shape != layer_shape:
             shapes = ", ".join(f"{n} {t.shape}" for n, t in zip(names, tensors, strict=True))
             raise UserError(
                 f"The checkpoint {reader.path} has {shapes}, but its config asks for "
-                f"{layers.shape[1:]}.",
+                f"{layer_shape}.",
                 fix="Use a checkpoint whose config belongs to its weights.",
             )
-        layers[i] = array
+        for place, part in parts.items():
+            assert place is not None
+            if spec.is_stacked:
+                part[i] = array[place[1:]]
+            else:
+                part[...] = array[place]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(read_layer, range(len(layers))))
-    return host
+        list(pool.map(read_layer, range(spec.shape[0] if spec.is_stacked else 1)))
+    return jax.make_array_from_single_device_arrays(
+        spec.shape,
+        sharding,
+        [jax.device_put(parts[place], device) for device, place in places.items()],
+    )
