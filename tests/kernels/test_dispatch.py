@@ -201,7 +201,7 @@ def test_one_scale_is_the_same_as_one_for_each_head(implementation):
 
 @pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
 def test_a_plan_is_used_and_changes_nothing(implementation, monkeypatch):
-    expected = _attend(implementation=implementation)
+    expected = jax.jit(lambda: _attend(implementation=implementation))()
     call = dataclasses.replace(CPU_CALL, q_dtype=jnp.dtype("float32"))
     plan = plan_attention(call, 4, 3, **WHERE, implementation=implementation)
     module = IMPLEMENTATIONS[implementation]

@@ -107,4 +107,4 @@ def test_chunks_are_every_live_token_once(window, kv_lens):
 
 def test_nothing_is_read_past_the_end_of_a_table():
     call = MODEL_SHAPES["Llama-3-8B"].call(CHIPS["h100"])
-    assert plan([_CAPACITY + 1, 2**31 - 1], call).end.max() == _CAPACITY
+    assert plan([_CAPACITY + 1] * 16, call).end.max() == _CAPACITY
