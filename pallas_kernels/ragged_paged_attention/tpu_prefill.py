@@ -53,7 +53,7 @@ from pallas_kernels.ragged_paged_attention.tpu_prefill_tile import (
 )
 
 _BUFFERS = 2  # blocks of K and V: one is used, one awaited
-_MAX_QUERIES, _MAX_ROWS, _MAX_KEYS = 256, 1024, 1024  # by default
+_MAX_QUERIES, _MAX_ROWS, _MAX_KEYS = 512, 2048, 1024  # by default
 _SUBLANES = 16  # of the smallest tile of queries, also of bfloat16
 
 
@@ -164,7 +164,7 @@ def _vmem_limit(chip: Chip) -> int:
 
 
 def _vmem_scratch(shape: Shape) -> list[Any]:
-    """What `Refs` has in VMEM, from `q_tokens` to `fading`."""
+    """What `Refs` has in VMEM, from `tokens` to `limits`."""
     call, layout = shape.call, shape.call.layout
     compute = compute_dtype(call)
     groups = (shape.num_groups, shape.rows)
@@ -172,7 +172,6 @@ def _vmem_scratch(shape: Shape) -> list[Any]:
     tokens = (shape.num_queries, shape.token_heads, shape.width)
     words = (shape.width // LANES, tokens[0] * tokens[1] // shape.pack, LANES)
     return [
-        pltpu.VMEM(tokens, call.q_dtype),
         pltpu.VMEM(tokens, call.q_dtype),
         pltpu.VMEM(words, jnp.uint32),
         pltpu.VMEM((*groups, shape.width), compute),
@@ -183,8 +182,7 @@ def _vmem_scratch(shape: Shape) -> list[Any]:
         pltpu.VMEM((*groups, shape.width), jnp.float32),
         pltpu.VMEM((shape.rows, shape.num_keys), jnp.float32),
         pltpu.VMEM((shape.rows, shape.num_keys), compute),
-        pltpu.VMEM((shape.rows, LANES), jnp.float32),
-        pltpu.VMEM((shape.rows, LANES), jnp.float32),
+        pltpu.VMEM((shape.num_queries, shape.edge_pages * layout.page_size), jnp.float32),
     ]
 
 
@@ -273,7 +271,8 @@ def _kernel(shape: Shape, *all_refs: Any) -> None:
 
         @pl.when((q_len > 1) & (num_done == 0))
         def _() -> None:
-            refs.values[...] = jnp.zeros(refs.values.shape, refs.values.dtype)
+            for buffers in (refs.keys, refs.values):
+                buffers[...] = jnp.zeros(buffers.shape, buffers.dtype)
 
         @pl.when(q_len > 1)
         def _() -> None:
@@ -344,7 +343,7 @@ def _attend_row(shape: Shape, refs: Refs, layer: Int32[Array, ""], row: _Row) ->
                 _block_dmas(shape, refs, layer, next_tile, jnp.int32(0), 1 - buffer, "start")
 
             _block_dmas(shape, refs, layer, tile, block, buffer, "wait")
-            _clean_values(shape, refs, row, tile, block, buffer)
+            _clean_page(shape, refs, row, tile, block, buffer)
             attend_block(shape, refs, tile, block, buffer)
             return 1 - buffer
 
@@ -357,7 +356,7 @@ def _attend_row(shape: Shape, refs: Refs, layer: Int32[Array, ""], row: _Row) ->
     jax.lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
 
 
-def _clean_values(
+def _clean_page(
     shape: Shape,
     refs: Refs,
     row: _Row,
@@ -365,7 +364,7 @@ def _clean_values(
     block: Int32[Array, ""],
     buffer: Int32[Array, ""],
 ) -> None:
-    """Zeroes values of the row's last page that are no token's: a weight of 0 does not hide NaN."""
+    """Zeroes what is no token's of the row's last page: limits and weights of 0 hide no NaN."""
     page_size = shape.call.layout.page_size
     kv_len = row.position + row.q_len
     last_page = (kv_len - 1) // page_size
@@ -374,7 +373,8 @@ def _clean_values(
 
     @pl.when(is_here & (kv_len % page_size != 0))
     def _() -> None:
-        keep_tokens(refs.values.at[buffer, page], kv_len % page_size)
+        for buffers in (refs.keys, refs.values):
+            keep_tokens(buffers.at[buffer, page], kv_len % page_size)
 
 
 def _num_blocks(shape: Shape, tile: Tile) -> Int32[Array, ""]:
@@ -404,8 +404,8 @@ def _block_dmas(
 
 
 def _copy_queries(refs: Refs, tile: Tile) -> Any:
-    tokens = pl.ds(tile.token, refs.q_tokens.shape[0])
-    return pltpu.make_async_copy(refs.q_hbm.at[tokens], refs.q_tokens, refs.sems.at[1])
+    tokens = pl.ds(tile.token, refs.tokens.shape[0])
+    return pltpu.make_async_copy(refs.q_hbm.at[tokens], refs.tokens, refs.sems.at[1])
 
 
 def _finish_tile(shape: Shape, refs: Refs, tile: Tile) -> None:
@@ -420,9 +420,7 @@ def _finish_tile(shape: Shape, refs: Refs, tile: Tile) -> None:
         def _(size: int = size, done: Int32[Array, ""] = done) -> None:
             here = pl.ds(tile.own_from + done, size)
             there = pl.ds(tile.token + tile.own_from + done, size)
-            dma = pltpu.make_async_copy(
-                refs.out_tokens.at[here], refs.out.at[there], refs.sems.at[2]
-            )
+            dma = pltpu.make_async_copy(refs.tokens.at[here], refs.out.at[there], refs.sems.at[2])
             dma.start()
             dma.wait()
 

@@ -29,8 +29,9 @@ from pallas_kernels.ragged_paged_attention.tpu_common import (
 from pallas_kernels.ragged_paged_attention.tpu_kv_write import WriteSizes
 
 LOG2_E = math.log2(math.e)
-_ROWS = 256  # rows of a product of weights and values
-_KEYS = 256  # and keys: what the registers hold
+_ROWS = 1024  # rows of a product of weights and values
+_KEYS = 256  # and keys: as deep as a matrix unit is at most
+_EDGE_KEYS = 512  # of the parts of a block in which something is masked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +77,18 @@ class Shape:
     @property
     def edge_pages(self) -> int:
         """Pages of the parts of a block in which something is masked."""
-        half, rest = divmod(self.block_pages, 2)
-        is_whole = half and not rest and half * self.call.layout.page_size % LANES == 0
-        return half if is_whole else self.block_pages
+        return math.gcd(self.block_pages, self.pages_of(_EDGE_KEYS))
 
     @property
     def part_pages(self) -> int:
         """Pages of the parts in which weights meet values."""
+        return math.gcd(self.edge_pages, self.pages_of(_KEYS))
+
+    def pages_of(self, num_keys: int) -> int:
+        """Pages of about as many keys, whole lane tiles of scores."""
         page_size = self.call.layout.page_size
         unit = LANES // math.gcd(LANES, page_size)
-        return max(1, _KEYS // (unit * page_size)) * unit
+        return max(1, num_keys // (unit * page_size)) * unit
 
     def keys_of(self, page: int, num_pages: int) -> slice:
         """The keys of some pages of a block."""
@@ -129,19 +132,17 @@ class Refs(NamedTuple):
     k_cache: Any  # [L, P, S, X]
     v_cache: Any  # [L, P, S, X]
     table: Any  # [C, 128] int32
-    q_tokens: Any  # [num_queries, token_heads, width] as in memory
-    out_tokens: Any  # [num_queries, token_heads, width] as in memory
-    words: Any  # [lane tiles, _, 128] one of these as 32-bit words: two heads each, if of 16 bits
+    tokens: Any  # [num_queries, token_heads, width] as in memory: queries, then outputs
+    words: Any  # [lane tiles, _, 128] these as 32-bit words: two heads each, if of 16 bits
     q: Any  # [num_groups, rows, width] in the compute dtype
-    keys: Any  # [_BUFFERS, block_pages, S, X]
-    values: Any  # [_BUFFERS, block_pages, S, X]; finite everywhere
+    keys: Any  # [_BUFFERS, block_pages, S, X]; these two are finite everywhere
+    values: Any  # [_BUFFERS, block_pages, S, X]
     peak: Any  # [num_groups, rows, 128] float32, the same in all lanes
     total: Any  # [num_groups, rows, 128] float32, the sum is that of the lanes
     acc: Any  # [num_groups, rows, width] float32
     scores: Any  # [rows, num_keys] float32
     weights: Any  # [rows, num_keys] in the compute dtype
-    new_peak: Any  # [rows, 128] float32: `peak` after the turn
-    fading: Any  # [rows, 128] float32: what the turn multiplies older sums by
+    limits: Any  # [num_queries, keys of edge_pages] float32: see `_set_limits`
     sems: Any  # [3] of the table, of queries and of outputs
     block_sems: Any  # [_BUFFERS]
     chunks: Any  # these four: see `WriteRefs`
@@ -172,7 +173,7 @@ def take_queries(shape: Shape, refs: Refs) -> None:
     """Sorts a tile's queries by head: strided loads, which only 32-bit words have."""
 
     def copy(tokens: Any, rows: Any) -> None:
-        x = refs.q_tokens[tokens]
+        x = refs.tokens[tokens]
         x = pltpu.bitcast(x.reshape(x.shape[0] * x.shape[1], x.shape[2]), jnp.uint32)
         for i, lanes in enumerate(_lane_tiles(shape)):
             refs.words[i, rows] = x[:, lanes]
@@ -198,7 +199,7 @@ def put_outputs(shape: Shape, refs: Refs) -> None:
                 group, rows = shape.place(head)
                 total = jnp.sum(refs.total[group, rows], axis=1, keepdims=True)
                 output = refs.acc[group, rows, lanes] * (refs.out_factors[head] / total)
-                output = output.astype(refs.out_tokens.dtype).astype(jnp.float32)
+                output = output.astype(refs.tokens.dtype).astype(jnp.float32)
                 parts.append(pltpu.bitcast(output, jnp.uint32))
             if shape.pack == 2:
                 parts[0] >>= 16
@@ -206,8 +207,8 @@ def put_outputs(shape: Shape, refs: Refs) -> None:
 
     def copy(tokens: Any, rows: Any) -> None:
         x = jnp.concatenate([refs.words[i, rows] for i in range(refs.words.shape[0])], axis=1)
-        x = pltpu.bitcast(x, refs.out_tokens.dtype)
-        refs.out_tokens[tokens] = x.reshape(-1, *refs.out_tokens.shape[1:])
+        x = pltpu.bitcast(x, refs.tokens.dtype)
+        refs.tokens[tokens] = x.reshape(-1, *refs.tokens.shape[1:])
 
     _for_words(shape, copy)
 
@@ -261,20 +262,21 @@ def attend_block(
     if window is not None:
         is_inside &= key > tile.high - window
 
-    def all_groups(page: Int32[Array, ""] | int, pages: int, edge: Int32[Array, ""] | None) -> None:
+    def all_groups(page: Int32[Array, ""] | int, pages: int, is_edge: bool) -> None:
         def one(group: Int32[Array, ""], _: None) -> None:
-            _attend_group(shape, refs, (buffer, page, pages), group, edge)
+            _attend_group(shape, refs, (buffer, page, pages), group, is_edge)
 
         jax.lax.fori_loop(0, shape.num_groups, one, None)
 
     pages = shape.edge_pages
 
     def one_part(i: Int32[Array, ""], _: None) -> None:
-        all_groups(i * pages, pages, tile.position - key - i * pages * page_size)
+        _set_limits(shape, refs, tile.position - key - i * pages * page_size)
+        all_groups(i * pages, pages, is_edge=True)
 
     @pl.when(is_inside)
     def _() -> None:
-        all_groups(0, shape.block_pages, None)
+        all_groups(0, shape.block_pages, is_edge=False)
 
     @pl.when(~is_inside)
     def _() -> None:
@@ -283,21 +285,35 @@ def attend_block(
         jax.lax.fori_loop(0, num_parts, one_part, None)
 
 
+def _set_limits(shape: Shape, refs: Refs, to_query: Int32[Array, ""]) -> None:
+    """Sets what scores are at most: infinity, or `MASKED` where a query does not see a key.
+
+    to_query: the position of the tile's first query minus that of the first key.
+    """
+    window, part = shape.call.sliding_window, refs.limits.shape
+    key = jax.lax.broadcasted_iota(jnp.int32, part, 1)
+    query = jax.lax.broadcasted_iota(jnp.int32, part, 0) + to_query
+    is_seen = key <= query
+    if window is not None:
+        is_seen &= key > query - window
+    refs.limits[...] = jnp.where(is_seen, jnp.inf, MASKED)
+
+
 def _attend_group(
     shape: Shape,
     refs: Refs,
     where: tuple[Int32[Array, ""], Int32[Array, ""] | int, int],
     group: Int32[Array, ""],
-    edge: Int32[Array, ""] | None,
+    is_edge: bool,
 ) -> None:
     """One turn of the running softmax of a group of heads.
 
-    Scores of all rows come first. Then weights and products with values alternate, in parts whose
-    weights the registers hold: the vector units make those of a part while the matrix units are
-    busy with those of the part before.
+    Scores of all rows come first; meanwhile older sums fade. Then weights and products with values
+    alternate, in parts: the vector units make the weights of a part while the matrix units are busy
+    with those of the part before.
 
     where: the buffer, the first page in it and how many.
-    edge: as `_mask` takes it; None where all is seen.
+    is_edge: `limits` hold.
     """
     buffer, page, num_pages = where
     lanes = pl.ds(pl.multiple_of(group * shape.width, shape.width), shape.width)
@@ -308,7 +324,7 @@ def _attend_group(
     def _() -> None:
         for rows in shape.parts:
             keys = _elements(shape, refs.keys.at[buffer, pl.ds(page, num_pages), :, lanes])
-            _score(shape, refs, group, rows, keys, edge)
+            _score(shape, refs, group, rows, keys, is_edge)
 
     part_pages = math.gcd(num_pages, shape.part_pages)
     parts = [(rows, i) for i in range(0, num_pages, part_pages) for rows in shape.parts]
@@ -330,45 +346,39 @@ def _score(
     group: Int32[Array, ""],
     rows: slice,
     keys: Float[Array, "C W"],
-    edge: Int32[Array, ""] | None,
+    is_edge: bool,
 ) -> None:
-    """Scores of some rows, and the largest of each row so far."""
+    """Scores of some rows, the largest of each row so far, and older sums relative to that."""
     scores = _product(refs.q[group, rows], keys, (1, 1))
-    scores = _scale(
-        shape, refs, group * shape.group_heads + rows.start // shape.num_queries, scores
-    )
-    if edge is not None:
-        scores = _mask(shape, scores, edge)
+    head = group * shape.group_heads + rows.start // shape.num_queries
+    scores = _scale(shape, refs, head, scores)
+    if is_edge:
+        heads = jnp.split(scores, scores.shape[0] // shape.num_queries)
+        scores = jnp.concatenate([jnp.minimum(x, refs.limits[...]) for x in heads], axis=0)
     refs.scores[rows, : keys.shape[0]] = scores
     old_peak = refs.peak[group, rows]
     peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
     refs.peak[group, rows] = peak
-    refs.new_peak[rows] = peak
-    refs.fading[rows] = jnp.exp2(old_peak - peak)
+    fading = jnp.exp2(old_peak - peak)
+    refs.total[group, rows] *= fading
+    refs.acc[group, rows] *= jnp.concatenate([fading] * (shape.width // LANES), axis=1)
 
 
 def _weigh(refs: Refs, group: Int32[Array, ""], rows: slice, keys: slice) -> None:
     """Weights of some rows and keys, and their sum so far."""
     repeats = (keys.stop - keys.start) // LANES
-    peak = jnp.concatenate([refs.new_peak[rows]] * repeats, axis=1)
+    peak = jnp.concatenate([refs.peak[group, rows]] * repeats, axis=1)
     weights = jnp.exp2(refs.scores[rows, keys] - peak)
     refs.weights[rows, keys] = weights.astype(refs.weights.dtype)
-    total = refs.total[group, rows]
-    if keys.start == 0:
-        total *= refs.fading[rows]
-    for i in range(repeats):
-        total += weights[:, i * LANES : (i + 1) * LANES]
-    refs.total[group, rows] = total
+    # Lane tiles are added to each other first: they do not wait in registers for the sum so far.
+    refs.total[group, rows] += functools.reduce(jnp.add, jnp.split(weights, repeats, axis=1))
 
 
 def _add_values(
     refs: Refs, group: Int32[Array, ""], rows: slice, keys: slice, values: Float[Array, "C W"]
 ) -> None:
     """Adds the weighted values of some rows and keys."""
-    acc = refs.acc[group, rows]
-    if keys.start == 0:
-        acc *= jnp.concatenate([refs.fading[rows]] * (acc.shape[1] // LANES), axis=1)
-    refs.acc[group, rows] = acc + _product(refs.weights[rows, keys], values, (1, 0))
+    refs.acc[group, rows] += _product(refs.weights[rows, keys], values, (1, 0))
 
 
 def _elements(shape: Shape, ref: Any) -> Float[Array, "C W"]:
@@ -401,21 +411,3 @@ def _scale(
             part = jnp.tanh(part) * np.float32(soft_cap * LOG2_E)
         parts.append(part)
     return jnp.concatenate(parts, axis=0)
-
-
-def _mask(
-    shape: Shape, scores: Float32[Array, "M C"], to_query: Int32[Array, ""]
-) -> Float32[Array, "M C"]:
-    """Scores, masked where a query does not see a key.
-
-    to_query: the position of the tile's first query minus that of the first key.
-    """
-    window, size = shape.call.sliding_window, shape.num_queries
-    part = (size, scores.shape[1])
-    key = jax.lax.broadcasted_iota(jnp.int32, part, 1)
-    query = jax.lax.broadcasted_iota(jnp.int32, part, 0) + to_query
-    is_seen = key <= query
-    if window is not None:
-        is_seen &= key > query - window
-    heads = [scores[i : i + size] for i in range(0, scores.shape[0], size)]
-    return jnp.concatenate([jnp.where(is_seen, head, MASKED) for head in heads], axis=0)

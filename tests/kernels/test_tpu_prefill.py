@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import CHIPS
-from pallas_kernels.ragged_paged_attention import KVCache
+from pallas_kernels.ragged_paged_attention import KVCache, tpu_prefill_tile
 from pallas_kernels.ragged_paged_attention.layout import from_logical, join_heads, to_logical
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from pallas_kernels.ragged_paged_attention.tpu_common import TpuCall, factors, pack_tables
 from pallas_kernels.ragged_paged_attention.tpu_prefill import PrefillSizes, prefill
-from tests.kernels import harness, tpu_simulator
+from tests.kernels import harness
 from tests.kernels.cases import Case, Config, RowPlan, make_case
 
-_SIZES = PrefillSizes(num_queries=16, num_keys=128)
+_SIZES = PrefillSizes(num_queries=16, num_keys=256)
 
 # Longer rows than those of the common suite: several tiles of queries, several blocks of keys.
 CONFIGS = {
@@ -64,7 +65,7 @@ def _run(case: Case) -> harness.Result:
         *(case.options.sinks, case.k_scale, case.v_scale),
         np.array([case.layer, len(case.rows)], np.int32),
     )
-    with tpu_simulator.simulate():
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         out, kv_cache = _compiled(case.config, case.options.scale)(
             from_logical(layout, jnp.asarray(case.k_before), jnp.asarray(case.v_before)),
             *jax.tree.map(jnp.asarray, arrays),
@@ -89,7 +90,8 @@ def _plans(config: Config) -> dict[str, list[RowPlan]]:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_matches_oracle(config, subtests):
+def test_matches_oracle(config, subtests, monkeypatch):
+    monkeypatch.setattr(tpu_prefill_tile, "_EDGE_KEYS", 128)  # a block is two parts
     config = dataclasses.replace(config, chip="v6e")
     for seed, (name, plans) in enumerate(_plans(config).items()):
         with subtests.test(name):
