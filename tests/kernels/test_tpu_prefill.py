@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import KVCache, tpu_prefill_tile
@@ -16,7 +15,7 @@ from pallas_kernels.ragged_paged_attention.layout import from_logical, join_head
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from pallas_kernels.ragged_paged_attention.tpu_common import TpuCall, factors, pack_tables
 from pallas_kernels.ragged_paged_attention.tpu_prefill import PrefillSizes, prefill
-from tests.kernels import harness
+from tests.kernels import harness, tpu_simulator
 from tests.kernels.cases import Case, Config, RowPlan, make_case
 
 _SIZES = PrefillSizes(num_queries=16, num_keys=256)
@@ -65,7 +64,7 @@ def _run(case: Case) -> harness.Result:
         *(case.options.sinks, case.k_scale, case.v_scale),
         np.array([case.layer, len(case.rows)], np.int32),
     )
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+    with tpu_simulator.simulate():
         out, kv_cache = _compiled(case.config, case.options.scale)(
             from_logical(layout, jnp.asarray(case.k_before), jnp.asarray(case.v_before)),
             *jax.tree.map(jnp.asarray, arrays),
