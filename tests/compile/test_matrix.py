@@ -53,8 +53,15 @@ def test_compiles_and_copies_no_cache(
         spilled = max((kernel.spilled_bytes for kernel in result.kernels), default=0)
         assert spilled <= _SPILLED_BYTES.get(cell.head_dim, 0), result.kernels
         temp_sizes.add(result.temp_bytes)
-    assert len(temp_sizes) == 1, f"temporary bytes depend on the number of pages: {temp_sizes}"
-    table.append(f"{jobs[0]}: {explanation}; {temp_sizes.pop()} B temporary; {result.kernels}")
+    # XLA may have queries or outputs in VMEM in the one program and not in the other.
+    spread = max(temp_sizes) - min(temp_sizes)
+    assert spread <= 2 * _query_bytes(jobs[0]), f"the cache's size shows: {temp_sizes}"
+    table.append(f"{jobs[0]}: {explanation}; {max(temp_sizes)} B temporary; {result.kernels}")
+
+
+def _query_bytes(cell: Cell) -> int:
+    """Of the step's queries in float32, their heads as wide as TPUs have them."""
+    return cell.size[0] * cell.call.num_heads * max(128, cell.head_dim) * 4
 
 
 def _expected(cell: Cell) -> str:
