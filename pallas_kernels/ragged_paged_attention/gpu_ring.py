@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Int32, Shaped
 
 from pallas_kernels.ragged_paged_attention.gpu_call import GpuCall
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
@@ -293,7 +293,9 @@ class Ring:
         return widened
 
 
-def source_of(gpu_call: GpuCall) -> tuple[Array, Array]:
+def source_of(
+    gpu_call: GpuCall,
+) -> tuple[Shaped[Array, "C X"], Shaped[Array, "C X"]]:
     """The cache as the matrices of `Source`."""
     layout = gpu_call.call.layout
     k, v = (x.reshape(-1, layout.num_kv_heads * layout.head_dim) for x in gpu_call.kv_cache)
