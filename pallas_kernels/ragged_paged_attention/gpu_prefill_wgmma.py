@@ -35,6 +35,7 @@ _TILE_ROWS = 128
 _WARPGROUP_ROWS = 64
 _NUM_CONSUMERS = _TILE_ROWS // _WARPGROUP_ROWS
 _PRODUCER = _NUM_CONSUMERS
+_PIECE_ROWS = 32  # one tile of 8 a warp
 _RESERVED_BYTES = 4096  # barriers, and what the compiler reduces through
 
 
@@ -197,9 +198,9 @@ def _run(static: _Static, refs: dict[str, Any]) -> None:
 def _registers(static: _Static) -> tuple[int, int]:
     """Of a consumer's thread and of the producer's; at most 512 for one of each warpgroup.
 
-    Those with which ptxas spills least: nothing for heads up to 128, but for a word in some 8-bit
-    cases; for longer heads two words, and some 30 with 8-bit caches. The output of a long head
-    takes more of a consumer's; converting takes more of the producer's.
+    Those with which ptxas spills least: nothing for heads up to 128; for longer ones up to two
+    words of 16-bit caches and 23 of 8-bit ones, stored and loaded. The output of a long head takes
+    more of a consumer's; converting takes more of the producer's.
     """
     is_long = static.call.layout.head_dim > 128
     if static.is_quantized:
@@ -296,21 +297,28 @@ def _pieces(static: _Static) -> list[tuple[Any, Any, int]]:
     head_dim = static.call.layout.head_dim
     width = static.tile_columns
     return [
-        (pl.ds(first, _WARPGROUP_ROWS), pl.ds(column, width), first)
-        for first in range(0, static.problem.context, _WARPGROUP_ROWS)
+        (pl.ds(first, _PIECE_ROWS), pl.ds(column, width), first)
+        for first in range(0, static.problem.context, _PIECE_ROWS)
         for column in range(0, head_dim, width)
     ]
 
 
+def _piece_layout(static: _Static) -> Any:
+    """How a warpgroup has a piece in registers."""
+    width = static.tile_columns
+    return plgpu.Layout.SMEM_GMEM_COPY((_PIECE_ROWS, width), static.call.q_dtype, 2 * width)
+
+
 def _clear(static: _Static, block: Any, num_live: Int32[Array, ""]) -> None:
     """Zeros in all but the first rows of a block: a weight of 0 does not hide what a NaN is."""
+    layout = _piece_layout(static)
     for rows, columns, first in _pieces(static):
 
-        @pl.when(num_live < first + _WARPGROUP_ROWS)
+        @pl.when(num_live < first + _PIECE_ROWS)
         def _clear_piece(rows=rows, columns=columns, first=first) -> None:
             ref = block.at[rows, columns]
-            x = plgpu.load(ref)
-            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+            x = plgpu.load(ref, layout=layout)
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
             ref[...] = jnp.where(row < num_live - first, x, jnp.zeros_like(x))
 
 
@@ -329,7 +337,8 @@ def _produce_quantized(
         _await_free(static, refs[f"{short}_free"], step + i)
         out = refs[f"{short}_smem"].at[slot]
         for rows, columns, _ in _pieces(static):
-            stored = plgpu.load(refs[f"{short}_stored"].at[rows, columns])
+            stored = refs[f"{short}_stored"].at[rows, columns]
+            stored = plgpu.load(stored, layout=_piece_layout(static), optimized=False)
             out.at[rows, columns][...] = _decode(stored, static.call.layout.dtype, out.dtype)
         if name == "values":
             num_live = item.end - item.first - i * static.problem.context
