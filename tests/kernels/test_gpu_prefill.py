@@ -46,7 +46,7 @@ MIXED = [RowPlan(20, 150), RowPlan(1, 60), RowPlan(0, 20), RowPlan(9, 120)]
 
 # Together with the common suite: every head dim, dtype and feature; groups of query heads that
 # divide 8 and that do not; pages below, beside and above a block of context. By wgmma on h100, by
-# mma.sync on b200.
+# mma.sync on a100 (cp.async) and b200 (TMA).
 CONFIGS = {
     "h100-gqa2-h128": dict(head_dim=128),
     "h100-gqa3-h96-page48-e5m2": dict(
@@ -70,7 +70,7 @@ CONFIGS = {
         sliding_window=50,
         pages_per_row=3,
     ),
-    "b200-mqa16-h128-soft-cap-sinks": dict(
+    "a100-mqa16-h128-soft-cap-sinks": dict(
         num_heads=16, num_kv_heads=1, head_dim=128, soft_cap=3.0, has_sinks=True
     ),
     "b200-gqa4-h256-page16-e4m3": dict(
