@@ -304,6 +304,10 @@ def _compiler_options(shardings: object) -> dict[str, bool]:
     if "tpu7x" in device.device_kind.lower():
         # It would copy all weights in every step, into tiles of 16 rows.
         return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+    if device.platform in ("gpu", "cuda", "rocm"):
+        # Its own matmuls take copies of a layer's weights out of the stack of all layers, three
+        # times what must be read; cuBLAS's read them where they lie.
+        return {"xla_gpu_enable_triton_gemm": False}
     return {}
 
 

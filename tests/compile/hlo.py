@@ -58,11 +58,20 @@ class Kernel(NamedTuple):
 
     @property
     def is_of_integers(self) -> bool:
-        """Whether it makes an array, of more than one number, of integers or truth values."""
+        """Whether it makes an array, of more than one number, of integers or truth values. Bytes
+        are a library's scratch, or a cache."""
         return any(
-            dtype[0] in "psu" and dims and dims != "1"
+            dtype[0] in "psu" and dtype not in ("s8", "u8") and dims and dims != "1"
             for dtype, _, dims in _SHAPE.findall(self.shape)
         )
+
+    @property
+    def dims(self) -> list[list[int]]:
+        """Of each array that it makes, without those that are 1."""
+        return [
+            [int(dim) for dim in dims.split(",") if dim not in ("", "1")]
+            for _, _, dims in _SHAPE.findall(self.shape)
+        ]
 
 
 def kernels_of_loops(text: str) -> list[Kernel]:

@@ -100,6 +100,14 @@ class Step:
         layout = sizing.kv_cache_layout(self.config, CHIPS[self.chip].platform)
         return self.num_blocks * layout.bytes_per_page // layout.num_layers // 2
 
+    @property
+    def layer_weights(self) -> list[list[int]]:
+        """Dimensions of each matrix of a layer, as one device has it."""
+        mesh = make_mesh(devices(CHIPS[self.chip], self.num_devices))
+        params = param_shapes(self.config.info, jnp.dtype("bfloat16"), mesh).values()
+        shapes = [list(p.sharding.shard_shape(p.shape)[1:]) for p in params if p.ndim > 2]
+        return [[dim for dim in shape if dim > 1] for shape in shapes]
+
     def program(self) -> "Step":
         return self
 
@@ -205,6 +213,10 @@ def check_forward(step: Step, result: Compiled) -> None:
     assert {each.num_bytes for each in moved} == {2 * step.num_tokens * info.hidden_size}
     assert sum("psum" in each.source and "while" in each.source for each in moved) == 2
     assert sum("gather" in each.source for each in moved) == 1
+    if CHIPS[step.chip].platform == "gpu":
+        weights = step.layer_weights
+        for kernel in hlo.kernels_of_loops(result.hlo):
+            assert not [dims for dims in kernel.dims if dims in weights], f"a copy: {kernel}"
     if attention_of(step) == "gpu":
         # Where work lies does not depend on the layer: no layer makes arrays of integers.
         assert not [each for each in hlo.kernels_of_loops(result.hlo) if each.is_of_integers]
