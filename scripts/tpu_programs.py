@@ -195,9 +195,8 @@ def _build_ours(chip: Chip, case: Case, program: Program) -> tuple[Any, tuple[An
     import jax.numpy as jnp
 
     from pallas_kernels.ragged_paged_attention import (
-        AttentionCall,
         KVCacheLayout,
-        tpu,
+        ragged_paged_attention,
         tpu_decode,
         tpu_prefill,
     )
@@ -215,13 +214,12 @@ def _build_ours(chip: Chip, case: Case, program: Program) -> tuple[Any, tuple[An
     def call(kv_cache: Any, *arrays: Any) -> Any:
         q, k, v, *rest = arrays
         with forced_sizes(program.sizes):
-            return tpu.ragged_paged_attention(
+            return ragged_paged_attention(
                 *(q, k, v, kv_cache, *rest),
-                call=AttentionCall(layout, chip, case.num_heads, q.dtype),
+                layout=layout,
+                chip=chip,
+                implementation="tpu",
                 scale=case.head_dim**-0.5,
-                sinks=None,
-                k_scale=None,
-                v_scale=None,
             )
 
     q, lens, tables, starts = _shapes(case)
