@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("setup", "serve", "check", "test", "check_kernels", "with_compilers")
-TOOLS = ("bash", "env", "mkdir", "rm", "touch", "cp", "chmod", "cat", "sleep")
+TOOLS = ("bash", "env", "mkdir", "rm", "touch", "cp", "chmod", "cat", "sleep", "nice")
 
 # Calls itself suitable, runs every other `-c` with a real Python, and of the rest only writes down
 # what was asked. fail-X makes module X fail.

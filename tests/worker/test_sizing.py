@@ -33,6 +33,7 @@ CONFIG = replace(
     max_num_seqs=4,
     max_num_batched_tokens=16,
     jump_ahead_tokens=8,
+    num_hosts=1,
 )
 BLOCK_BYTES = 2 * INFO.num_layers * 4 * INFO.num_kv_heads * INFO.head_dim * 4  # K and V
 NEEDED = 32 // 4 + 1  # a longest sequence, and the null block
