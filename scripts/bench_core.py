@@ -187,6 +187,7 @@ def make_config(num_requests: int, async_scheduling: bool) -> EngineConfig:
         max_num_seqs=num_requests,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         jump_ahead_tokens=MAX_NUM_BATCHED_TOKENS,
+        num_hosts=1,
         async_scheduling=async_scheduling,
         attention="reference",
         compilation_cache_dir="none",
