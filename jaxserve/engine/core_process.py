@@ -138,9 +138,9 @@ def run_engine_core(start: EngineCoreStart) -> int:
     """Runs an engine core from start to end; returns the process' exit code."""
     context = zmq.Context()
     output_thread = OutputThread(context, start.output_addresses)
-    executor = make_executor(decode_config(start.config), start.worker_class)
-    input_thread = core = None
+    executor = input_thread = core = None
     try:
+        executor = make_executor(decode_config(start.config), start.worker_class)
         config = executor.start()
         core = EngineCore(
             config, executor, output_thread.send, num_clients=output_thread.num_clients
@@ -159,7 +159,8 @@ def run_engine_core(start: EngineCoreStart) -> int:
         input_thread.close()
     if core is not None:
         core.shutdown()
-    executor.shutdown()
+    if executor is not None:
+        executor.shutdown()
     output_thread.close()
     context.term()
     return exit_code

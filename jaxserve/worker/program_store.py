@@ -5,6 +5,7 @@ of a warm start. A program of ours follows from the arguments of its job, so tho
 together with all else that could change it: sources, versions, devices and options.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 type Job = functools.partial[jax.stages.Compiled]
 
+_DIGEST_BYTES = 32  # of SHA-256, before what it is of
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _from_jax_cache = threading.local()
 
@@ -77,14 +79,20 @@ class ProgramStore:
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:
         try:
-            code, inputs, outputs = pickle.loads(path.read_bytes())
+            data = path.read_bytes()
+            digest, parts = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if hashlib.sha256(parts).digest() != digest:  # damaged code would end the process
+                raise ValueError("it is damaged")
+            code, inputs, outputs = pickle.loads(parts)
             return serialize_executable.deserialize_and_load(
                 code, inputs, outputs, self._devices[0].client, self._devices
             )
         except FileNotFoundError:
             return None
         except Exception as error:
-            logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
+            logger.warning("%s is made again: %s: %s", path, type(error).__name__, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
 
 
@@ -93,7 +101,7 @@ def _write(path: Path, program: jax.stages.Compiled) -> None:
     try:
         parts = pickle.dumps(serialize_executable.serialize(program))
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(parts)
+            file.write(hashlib.sha256(parts).digest() + parts)
         os.replace(file.name, path)
     except Exception as error:
         logger.warning("%s cannot be kept: %s: %s", path, type(error).__name__, error)

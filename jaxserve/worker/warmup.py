@@ -60,7 +60,7 @@ def use_compilation_cache(directory: Path) -> None:
     except OSError as error:
         raise UserError(
             f"--compilation-cache-dir {directory} cannot be written to: {error.strerror}.",
-            fix="Use a directory of your own; without one, every start compiles everything.",
+            fix="Name a directory that can be written with --compilation-cache-dir.",
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

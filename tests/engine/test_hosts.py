@@ -143,6 +143,17 @@ def test_a_host_ends_when_host_0_is_gone(start: Start):
     hosts._plans = hosts._context.socket(1)
 
 
+def test_a_host_that_is_stopped_says_so(start: Start):
+    executor, host = start()
+    executor.start()
+    started_s = time.monotonic()
+    host.terminate()
+    error = wait_dead(executor)
+    assert time.monotonic() - started_s < STEP_TIMEOUT_S
+    assert re.match(f"{NAME}: it was stopped by a signal", str(error))
+    assert host.wait(10) == 0
+
+
 def test_other_steps_than_host_0s_are_found_out(start: Start):
     executor, _ = start()
     executor.start()

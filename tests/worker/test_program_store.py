@@ -84,13 +84,19 @@ def test_other_flags_of_the_compiler_find_nothing(name, monkeypatch):
     assert program_store._fingerprint(jax.devices()[:1]) != before
 
 
-def test_a_broken_file_is_logged_and_written_anew(tmp_path, job, caplog):
+@pytest.mark.parametrize("damage", ["cut", "one bit", "garbage"])
+def test_a_broken_file_is_logged_and_written_anew(tmp_path, job, caplog, damage):
     open_store(tmp_path).load_or_run(job)
     (path,) = tmp_path.glob("*.program")
-    path.write_bytes(path.read_bytes()[:100])
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"cut": data[:100], "one bit": data, "garbage": b"no program"}[damage])
     assert open_store(tmp_path).load_or_run(job)(jnp.zeros(4)).tolist() == [1.0] * 4
-    assert "is compiled again" in caplog.text and path.name in caplog.text
+    assert "is made again" in caplog.text and path.name in caplog.text
     assert len(traced) == 2
+    store = open_store(tmp_path)
+    store.load_or_run(job)
+    assert store.num_loaded == 1
 
 
 def test_a_directory_that_takes_nothing_costs_no_start(tmp_path, job, caplog):

@@ -41,11 +41,12 @@ _LAST_WORDS_MS = 2000
 
 
 class _Stopped(Exception):
-    """Somebody wants this host to end."""
+    """Host 0 or a signal wants this host to end."""
 
-    def __init__(self, exit_code: int):
+    def __init__(self, exit_code: int, by_signal: bool = False):
         super().__init__(exit_code)
         self.exit_code = exit_code
+        self.by_signal = by_signal
 
 
 def run_host(config: EngineConfig, worker_class: str) -> int:
@@ -58,7 +59,12 @@ def run_host(config: EngineConfig, worker_class: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     parallel = config.parallel
-    logger.info("host %d of %d: its workers start", parallel.host_id, parallel.num_hosts)
+    logger.info(
+        "host %d of %d: its workers start, and wait for those of host 0 at %s",
+        parallel.host_id,
+        parallel.num_hosts,
+        parallel.coordinator,
+    )
     context = zmq.Context()
     reporter = Reporter(context, config)
     log = WorkerLog()
@@ -71,6 +77,8 @@ def run_host(config: EngineConfig, worker_class: str) -> int:
         _relay(plans, executor, reporter)
     except _Stopped as stopped:
         logger.info("stopped")
+        if stopped.by_signal:  # before the workers go, so that this is the reason that is given
+            reporter.send(HostFailed(parallel.host_id, "it was stopped by a signal", None, []))
         return stopped.exit_code
     except Exception as error:
         failure = error
@@ -208,4 +216,4 @@ def _stop(number: int, frame: object) -> None:
     del number, frame
     for again in (signal.SIGINT, signal.SIGTERM):
         signal.signal(again, signal.SIG_IGN)
-    raise _Stopped(0)
+    raise _Stopped(0, by_signal=True)

@@ -6,6 +6,7 @@ host counts and checksums what it hands to its workers, and the two must agree h
 runs other steps than the rest would have all of them wait for ever.
 """
 
+import logging
 import os
 import struct
 import threading
@@ -28,10 +29,13 @@ from jaxserve.messages import (
     decode_host_report,
 )
 
+logger = logging.getLogger(__name__)
+
 NUMBER = struct.Struct("=Q")
 STOP = 0  # instead of a message's number; the exit code follows
 ALIVE_INTERVAL_MS = 1000
 _POLL_MS = 100
+_WAITING_LOG_S = 30.0
 _LAST_WORDS_MS = 1000
 
 
@@ -85,9 +89,11 @@ class RemoteHosts:
             (self._reports, report_address(parallel)),
         ):
             socket.set_hwm(0)
-            port = address.rpartition(":")[2]
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            # The name may be another machine's idea of this one, so all interfaces are taken.
+            interface = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "*"
             try:
-                socket.bind(f"tcp://*:{port}")
+                socket.bind(f"tcp://{interface}:{port}")
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
                 raise UserError(
@@ -139,9 +145,10 @@ class RemoteHosts:
         self._digests[self._num_sent] = digest
         self._plans.send(NUMBER.pack(self._num_sent) + message)
 
-    def failure(self) -> EngineDeadError | UserError | None:
-        """Why no step can be run any more, if so."""
+    def failure(self, wait_s: float = 0.0) -> EngineDeadError | UserError | None:
+        """Why no step can be run any more, if so; waits for a reason to come."""
         with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, wait_s)
             return self._failure
 
     def silent(self, limit_s: float) -> str:
@@ -165,7 +172,12 @@ class RemoteHosts:
         os.close(self._failure_writer)
 
     def _listen(self) -> None:
+        logged_s = time.monotonic()
         while not self._is_closed:
+            missing = [self._names[host] for host in self._names if host not in self._seen_s]
+            if missing and time.monotonic() - logged_s > _WAITING_LOG_S:
+                logged_s = time.monotonic()
+                logger.info("waiting for %s to be started", ", ".join(missing))
             if self._reports.poll(_POLL_MS):
                 report = decode_host_report(self._reports.recv())
                 with self._changed:
@@ -176,7 +188,15 @@ class RemoteHosts:
 
     def _take(self, report: HostReport) -> None:
         host = report.host_id
+        is_second = isinstance(report, HostHello) and host in self._seen_s
         self._seen_s[host] = time.monotonic()
+        if is_second:
+            self._fail(
+                UserError(
+                    f"Two hosts, or one that came back, say that they are number {host}.",
+                    fix="Give each a --host-id of its own; when one ends, start all again.",
+                )
+            )
         match report:
             case HostHello(name=name, digest=digest):
                 self._names[host] = f"host {host} ({name})"

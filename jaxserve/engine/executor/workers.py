@@ -37,6 +37,7 @@ from jaxserve.messages import (
 _PLAN_RING_BYTES = 1 << 23
 _RESULT_RING_BYTES = 1 << 21
 _STOP_TIMEOUT_S = 1.0
+_CAUSE_S = 1.0  # a worker fails when another host does, and is the first to say so
 _SILENT_S = 3.0  # a host that says nothing for so long is worth a word
 
 
@@ -190,8 +191,8 @@ class WorkersExecutor:
                 self._ready[idx] = message
         self.check()
 
-    def _check_hosts(self) -> None:
-        failure = self._hosts.failure() if self._hosts is not None else None
+    def _check_hosts(self, wait_s: float = 0.0) -> None:
+        failure = self._hosts.failure(wait_s) if self._hosts is not None else None
         if isinstance(failure, EngineDeadError):
             self._dead = failure
         if failure is not None:
@@ -210,6 +211,7 @@ class WorkersExecutor:
         return self._dead
 
     def _failed(self, idx: int, message: WorkerFailed) -> EngineDeadError | UserError:
+        self._check_hosts(_CAUSE_S)
         self._dead = EngineDeadError(f"{self._workers[idx].name} failed: {message.reason}")
         if message.fix is not None:
             return UserError(message.reason, fix=message.fix)
