@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import pickle
-import tempfile
 import threading
 from pathlib import Path
 
@@ -98,13 +97,15 @@ class ProgramStore:
 
 def _write(path: Path, program: jax.stages.Compiled) -> None:
     """Writes at once or not at all; a program that cannot be written will be compiled again."""
+    unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         parts = pickle.dumps(serialize_executable.serialize(program))
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(parts).digest() + parts)
-        os.replace(file.name, path)
+        unfinished.write_bytes(hashlib.sha256(parts).digest() + parts)
+        unfinished.replace(path)
     except Exception as error:
         logger.warning("%s cannot be kept: %s: %s", path, type(error).__name__, error)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _fingerprint(devices: list[jax.Device]) -> str:

@@ -154,6 +154,15 @@ def test_a_host_that_is_stopped_says_so(start: Start):
     assert host.wait(10) == 0
 
 
+def test_what_ends_host_0_ends_the_others_with_a_failure(start: Start):
+    executor, host = start()
+    executor.start()
+    assert executor._hosts is not None
+    executor._hosts._fail(UserError("a problem", fix="a fix"))
+    executor.shutdown()
+    assert host.wait(10) == 1
+
+
 def test_other_steps_than_host_0s_are_found_out(start: Start):
     executor, _ = start()
     executor.start()

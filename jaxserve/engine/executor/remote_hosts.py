@@ -184,7 +184,9 @@ class RemoteHosts:
                     self._take(report)
                     self._changed.notify_all()
             if silent := self.silent(self._silence_limit_s):
-                self._fail(EngineDeadError(f"{silent} (--step-timeout-s)"))
+                with self._changed:
+                    self._fail(EngineDeadError(f"{silent} (--step-timeout-s)"))
+                    self._changed.notify_all()
 
     def _take(self, report: HostReport) -> None:
         host = report.host_id

@@ -122,7 +122,8 @@ class WorkersExecutor:
 
     def shutdown(self) -> None:
         if self._hosts is not None:
-            self._hosts.close(exit_code=1 if self._dead else 0)
+            has_failed = self._dead is not None or self._hosts.failure() is not None
+            self._hosts.close(exit_code=int(has_failed))
         processes.stop_all(self._workers, _STOP_TIMEOUT_S)
         for ring in [self._plan_ring, *self._result_rings]:
             ring.close()
