@@ -3,6 +3,7 @@
 import functools
 import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -31,10 +32,13 @@ def compile_scaled(function) -> jax.stages.Compiled:
 
 
 @pytest.fixture
-def job() -> Job:
-    """One that nobody has run before, so that jax's own cache does not have it."""
+def job() -> Iterator[Job]:
+    """One that jax's own cache does not have, nor keeps however long a busy machine compiles it."""
     traced.clear()
-    return functools.partial(compile_affine, random.randrange(10**6), 1)
+    longest = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600.0)
+    yield functools.partial(compile_affine, random.randrange(10**6), 1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", longest)
 
 
 def open_store(directory: Path) -> ProgramStore:
