@@ -122,11 +122,20 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
-    """How many devices share the model."""
+    """How many devices share the model, and how many models there are."""
 
     mesh: Annotated[
         str, Meta(description="Devices as DxM: M share the weights and the KV cache; D is 1.")
     ] = "1x1"
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Engine cores, each with a mesh of devices and the whole model; a "
+            "coordinator shares the requests out.",
+        ),
+    ] = 1
     workers_per_host: Annotated[
         int,
         Meta(ge=1, description="Worker processes that share a host's devices of the mesh equally."),
@@ -147,9 +156,16 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         Meta(description="HOST:PORT of host 0, where the others reach it; two more ports follow."),
     ] = ""
 
+    data_parallel_rank: int = 0  # which of the engine cores, in what it and its workers get
+
+    @property
+    def suffix(self) -> str:
+        """For the names of what each engine core has; empty where there is one only."""
+        return f" {self.data_parallel_rank}" if self.data_parallel_size > 1 else ""
+
     @property
     def num_workers(self) -> int:
-        """Worker processes of all hosts."""
+        """Worker processes of all hosts, for one engine core."""
         return self.num_hosts * self.workers_per_host
 
     @property
@@ -213,6 +229,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     uds: Annotated[
         str, Meta(description="Unix socket to listen on, instead of an address and a port.")
     ] = ""
+    api_server_count: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Processes that serve HTTP, on the same port."),
+    ] = 1
     root_path: Annotated[
         str, Meta(description="Path under which a proxy shows this server, such as /llm.")
     ] = ""
@@ -326,14 +346,15 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
 
     Raises:
       UserError: `--max-model-len` is longer than the model's positions, or below 2; `--mesh` is
-        none, has a data axis, or cannot be shared by the workers; hosts are not numbered or found.
+        none, has a data axis, or cannot be shared by the workers; hosts are not numbered or found,
+        or have several engine cores.
     """
     data, model = _parse_mesh(config.parallel.mesh)
     if data != 1:
         raise UserError(
             f"--mesh {config.parallel.mesh}: devices can share one model, but not hold {data} of "
             "it.",
-            fix=f"Use --mesh 1x{model}.",
+            fix=f"Use --mesh 1x{model} --data-parallel-size {data}, which hold it {data} times.",
         )
     config = replace(config, num_hosts=max(1, config.parallel.num_hosts))
     _check_workers(config)
@@ -349,6 +370,9 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             f"--max-model-len {max_model_len} leaves no room for a prompt and an output.",
             fix=f"Use --max-model-len {limit}, or any from 2.",
         )
+    if config.server.api_server_count > 1 and config.server.response_store_bytes:
+        logger.info("response_store_bytes = 0: API servers do not share what they keep")
+        config = replace(config, response_store_bytes=0)
     return replace(
         config,
         info=info,
@@ -375,6 +399,11 @@ def _check_workers(config: EngineConfig) -> None:
         )
     if parallel.num_hosts == 1 and not parallel.host_id:
         return
+    if parallel.data_parallel_size > 1:
+        raise UserError(
+            "--data-parallel-size is for the devices of one host, and --num-hosts names several.",
+            fix="Start one server for each group of hosts, and put a gateway before them.",
+        )
     if parallel.host_id >= parallel.num_hosts:
         raise UserError(
             f"--host-id {parallel.host_id} is none of --num-hosts {parallel.num_hosts}.",

@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from jaxserve import checkpoint
 from jaxserve.config import EngineConfig, ServerConfig, resolve_for_model
-from jaxserve.engine.core_client import InProcClient
 from jaxserve.engine.detokenizer import DetokenizerFactory
+from jaxserve.engine.in_proc_client import InProcClient
 from jaxserve.engine.input_processor import COMPLETION_MAX_TOKENS, InputProcessor, SequenceRequest
 from jaxserve.engine.output_processor import OutputProcessor, RequestOutput
 from jaxserve.errors import RequestError, UserError
@@ -32,6 +32,7 @@ _SERVE_ONLY = {
     "reasoning_parser",
     "tool_call_parser",
     "trust_request_chat_template",
+    "data_parallel_size",  # one engine core is in this process; a server has several
 }
 
 type Message = Mapping[str, Any]

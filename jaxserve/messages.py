@@ -3,7 +3,9 @@
     API server --EngineInput--> engine core --WorkerInput---> worker
     API server <-EngineOutput-- engine core <-WorkerOutput-- worker
 
-All are frozen, array-like msgspec structs: new fields go at the end, with a default.
+Where there are several engine cores, a coordinator stands before them: it hands each request to one
+of them, all else to all. API servers send each other PeerMessages. All are frozen, array-like
+msgspec structs: new fields go at the end, with a default.
 """
 
 import enum
@@ -180,7 +182,10 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot for metrics; the counters are totals since the start."""
+    """A snapshot for metrics; the counters are totals since the start.
+
+    num_requests: sequences that have come, those included that wait for a grammar.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -191,14 +196,16 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_cache_hits: int = 0
     num_steps: int = 0
     num_compiles_after_ready: int = 0
+    num_requests: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
-    """Everything one step did for one API server."""
+    """Everything one step did for one API server. engine_idx: which engine core's step."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp_s: float
+    engine_idx: int = 0
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -216,13 +223,45 @@ class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
 
 
 class EngineDead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
-    """The engine core's last message. is_user_error: problem and fix of a UserError."""
+    """The engine core's last message, or what the first process says when any other has died.
+
+    fix: set when the failure is a UserError.
+    """
 
     reason: str
     fix: str | None = None
 
 
+# --- API server -> API server, into the same socket ----------------------------------------------
+
+
+class ApiServerReady(msgspec.Struct, frozen=True, array_like=True, tag="api_ready"):
+    """To the first: this one is connected to everybody and could serve."""
+
+    client_idx: int
+
+
+class StartServing(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
+    """From the first: all are ready, and the port is ours."""
+
+
+class MetricsRequest(msgspec.Struct, frozen=True, array_like=True, tag="metrics?"):
+    """Asks for a MetricsReport with this call_id."""
+
+    client_idx: int
+    call_id: int
+
+
+class MetricsReport(msgspec.Struct, frozen=True, array_like=True, tag="metrics"):
+    """What one API server has counted. counts: a MetricsCounts as msgpack (`metrics.py`)."""
+
+    call_id: int
+    counts: bytes
+
+
+PeerMessage = ApiServerReady | StartServing | MetricsRequest | MetricsReport
 EngineOutput = EngineCoreOutputs | EngineReady | UtilityResult | EngineDead
+ApiServerInput = EngineOutput | PeerMessage
 
 
 # --- engine core -> worker -----------------------------------------------------------------------
@@ -391,6 +430,7 @@ class EngineCoreStart(msgspec.Struct, frozen=True, array_like=True):
     output_addresses: one for each API server, in client_idx order; the engine core connects.
     socket_dir: removed by the engine core when its parent dies.
     worker_class: "module:Class" of the worker.
+    coordinator_address: where the coordinator hears of each step; empty where there is none.
     """
 
     config: bytes
@@ -398,6 +438,36 @@ class EngineCoreStart(msgspec.Struct, frozen=True, array_like=True):
     output_addresses: list[str]
     socket_dir: str
     worker_class: str
+    coordinator_address: str = ""
+
+
+class CoordinatorStart(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator is told first. config: an EngineConfig as msgpack.
+
+    input_address, stats_address: ZMQ addresses that the coordinator binds, for API servers and for
+        engine cores.
+    engine_addresses: one for each engine core, in order; the coordinator connects.
+    """
+
+    config: bytes
+    input_address: str
+    stats_address: str
+    engine_addresses: list[str]
+
+
+class ApiServerStart(msgspec.Struct, frozen=True, array_like=True):
+    """What an API server is told first that is not the first process. config: as msgpack.
+
+    client_idx: its place in output_addresses, at which it listens to the others.
+    input_address: takes EngineInput.
+    listen_fd: the bound socket that all API servers accept from.
+    """
+
+    config: bytes
+    client_idx: int
+    input_address: str
+    output_addresses: list[str]
+    listen_fd: int
 
 
 class ProcessGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -419,6 +489,7 @@ class WorkerStart(msgspec.Struct, frozen=True, array_like=True):
 
     plan_ring: WorkerInput from the engine core; this worker is its reader `reader_idx`.
     result_ring: WorkerOutput to the engine core, its only reader.
+    name: for people, such as "worker 0".
     """
 
     config: bytes
@@ -427,14 +498,17 @@ class WorkerStart(msgspec.Struct, frozen=True, array_like=True):
     plan_ring: RingHandle
     result_ring: RingHandle
     worker_class: str
+    name: str
 
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_engine_input = msgspec.msgpack.Decoder(EngineInput).decode
-decode_engine_output = msgspec.msgpack.Decoder(EngineOutput).decode
+decode_api_server_input = msgspec.msgpack.Decoder(ApiServerInput).decode
 decode_worker_input = msgspec.msgpack.Decoder(WorkerInput).decode
 decode_worker_output = msgspec.msgpack.Decoder(WorkerOutput).decode
 decode_host_report = msgspec.msgpack.Decoder(HostReport).decode
 decode_engine_core_start = msgspec.msgpack.Decoder(EngineCoreStart).decode
+decode_coordinator_start = msgspec.msgpack.Decoder(CoordinatorStart).decode
+decode_api_server_start = msgspec.msgpack.Decoder(ApiServerStart).decode
 decode_worker_start = msgspec.msgpack.Decoder(WorkerStart).decode

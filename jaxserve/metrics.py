@@ -1,8 +1,11 @@
 """The API server's Prometheus metrics: plain numbers that cost nothing to raise, read at scrape."""
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -27,38 +30,69 @@ _LONG_BOUNDS_S = (
 class Histogram:
     """Counts of values by upper bound."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]):
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Counts `value`, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def snapshot(self) -> tuple[list[tuple[str, float]], float]:
-        """(upper bound, how many values are not above it) in ascending order, and the sum."""
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((str(bound), total))
-        return buckets, self._sum
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
 
 
-class ServerMetrics(Collector):
-    """Everything `/metrics` shows. Written from the event loop only.
+class MetricsCounts(msgspec.Struct, array_like=True):
+    """What API servers have counted: one, or several together.
 
+    stats: of each engine core, as it last told.
+    finished: sequences that ended, by one of FINISHED_REASONS.
+    http: HTTP requests that ended, by (path as the table of routes has it, status).
+    histograms: (how many values lie between two bounds, their sum) of each of _HISTOGRAMS.
+    """
+
+    stats: dict[int, SchedulerStats]
+    prompt_tokens: int
+    generation_tokens: int
+    num_refused: int
+    num_generating: int
+    finished: dict[str, int]
+    http: list[tuple[str, int, int]]
+    histograms: list[tuple[list[int], float]]
+
+    def add(self, other: "MetricsCounts") -> None:
+        """Adds what another API server has counted."""
+        for idx, stats in other.stats.items():
+            if idx not in self.stats or self.stats[idx].num_steps < stats.num_steps:
+                self.stats[idx] = stats
+        self.prompt_tokens += other.prompt_tokens
+        self.generation_tokens += other.generation_tokens
+        self.num_refused += other.num_refused
+        self.num_generating += other.num_generating
+        self.finished = {k: n + other.finished[k] for k, n in self.finished.items()}
+        http = Counter({(route, status): n for route, status, n in self.http})
+        http.update({(route, status): n for route, status, n in other.http})
+        self.http = [(*key, n) for key, n in http.items()]
+        self.histograms = [
+            ([a + b for a, b in zip(mine, theirs, strict=True)], my_sum + their_sum)
+            for (mine, my_sum), (theirs, their_sum) in zip(
+                self.histograms, other.histograms, strict=True
+            )
+        ]
+
+
+class ServerMetrics:
+    """What one API server counts. Written from the event loop only.
+
+    stats: of each engine core, by its number.
     num_refused: requests that the admission limits kept out.
     num_generating: requests to routes that generate, which are not answered whole yet.
     """
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, num_engines: int = 1):
         self._model_name = model_name
-        self.stats = SchedulerStats()
+        self.stats = {idx: SchedulerStats() for idx in range(num_engines)}
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.time_to_first_token = Histogram(_LONG_BOUNDS_S)
@@ -69,8 +103,6 @@ class ServerMetrics(Collector):
         self.num_generating = 0
         self._num_http: dict[tuple[str, int], int] = {}
         self._num_finished: dict[str, int] = dict.fromkeys(FINISHED_REASONS, 0)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def count_finished(self, reason: str) -> None:
         """One sequence ended; reason: one of FINISHED_REASONS."""
@@ -81,71 +113,110 @@ class ServerMetrics(Collector):
         key = route, status
         self._num_http[key] = self._num_http.get(key, 0) + 1
 
-    @property
-    def kv_usage(self) -> float:
-        """Part of the KV blocks that sequences hold, without the null block."""
-        return self.stats.num_used_kv_blocks / max(1, self.stats.num_kv_blocks - 1)
+    def counts(self) -> MetricsCounts:
+        """All of it, as it is now."""
+        histograms = (
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.e2e_latency,
+            self.queue_time,
+        )
+        return MetricsCounts(
+            stats=dict(self.stats),
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            num_refused=self.num_refused,
+            num_generating=self.num_generating,
+            finished=dict(self._num_finished),
+            http=[(*key, n) for key, n in self._num_http.items()],
+            histograms=[(list(h.counts), h.total) for h in histograms],
+        )
 
-    def render(self) -> bytes:
-        """The text a Prometheus server scrapes."""
-        return generate_latest(self._registry)
+    def render(self, counts: MetricsCounts | None = None) -> bytes:
+        """The text that a Prometheus server scrapes. counts: default: this API server's own."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(MetricsPage(self._model_name, counts or self.counts()))
+        return generate_latest(registry)
+
+
+class MetricsPage(Collector):
+    """What `/metrics` shows."""
+
+    def __init__(self, model_name: str, counts: MetricsCounts):
+        self._model_name = model_name
+        self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""
-        stats = self.stats
+        counts = self._counts
+        yield from self._engine_metrics()
         for name, text, value in (
-            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Sequences that wait to be scheduled.", stats.num_waiting),
-            ("kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", self.kv_usage),
+            ("prompt_tokens", "Prompt tokens processed.", counts.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", counts.generation_tokens),
+            ("requests_refused", "Requests over the admission limits.", counts.num_refused),
         ):
-            yield self._gauge(name, text, value)
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens processed.", self.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", self.generation_tokens),
-            ("num_preemptions", "Sequences preempted.", stats.num_preemptions),
-            (
-                "prefix_cache_queries",
-                "Tokens looked for in the cache.",
-                stats.prefix_cache_queries,
-            ),
-            ("prefix_cache_hits", "Tokens found in the cache.", stats.prefix_cache_hits),
-            ("engine_steps", "Steps of the engine core.", stats.num_steps),
-            ("compiles_after_ready", "Compilations since ready.", stats.num_compiles_after_ready),
-            ("requests_refused", "Requests over the admission limits.", self.num_refused),
-        ):
-            yield self._counter(name, text, value)
-        finished = CounterMetricFamily(
-            "jaxserve:request_success",
-            "Sequences that ended, by reason.",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason, count in self._num_finished.items():
-            finished.add_metric([self._model_name, reason], count)
-        yield finished
-        http = CounterMetricFamily(
-            "jaxserve:http_requests",
-            "HTTP requests, by route and status.",
-            labels=["model_name", "route", "status"],
-        )
-        for (route, status), count in self._num_http.items():
-            http.add_metric([self._model_name, route, str(status)], count)
-        yield http
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "Arrival to first token.", self.time_to_first_token),
-            ("inter_token_latency_seconds", "Between two tokens.", self.inter_token_latency),
-            ("e2e_request_latency_seconds", "Arrival to last token.", self.e2e_latency),
-            ("request_queue_time_seconds", "Queued to first scheduled.", self.queue_time),
+            yield self._counter(name, text, [], [((), value)])
+        finished = [((reason,), n) for reason, n in counts.finished.items()]
+        text = "Sequences that ended, by reason."
+        yield self._counter("request_success", text, ["finished_reason"], finished)
+        http = [((route, str(status)), n) for route, status, n in counts.http]
+        text = "HTTP requests, by route and status."
+        yield self._counter("http_requests", text, ["route", "status"], http)
+        for (name, text, bounds), (between, total) in zip(
+            _HISTOGRAMS, counts.histograms, strict=True
         ):
             family = HistogramMetricFamily(f"jaxserve:{name}", text, labels=["model_name"])
-            family.add_metric([self._model_name], *histogram.snapshot())
+            names = [*map(str, bounds), "+Inf"]
+            buckets = list(zip(names, map(float, itertools.accumulate(between)), strict=True))
+            family.add_metric([self._model_name], buckets, total)
             yield family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"jaxserve:{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+    def _engine_metrics(self) -> Iterator[Metric]:
+        """Those that each engine core has."""
+        by_engine = sorted(self._counts.stats.items())
+        for name, text, value_of in _ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(f"jaxserve:{name}", text, labels=["model_name", "engine"])
+            for idx, stats in by_engine:
+                gauge.add_metric([self._model_name, str(idx)], value_of(stats))
+            yield gauge
+        for name, text, value_of in _ENGINE_COUNTERS:
+            values = [((str(idx),), value_of(stats)) for idx, stats in by_engine]
+            yield self._counter(name, text, ["engine"], values)
+
+    def _counter(
+        self, name: str, text: str, labels: list[str], values: list[tuple[tuple[str, ...], int]]
+    ) -> Metric:
+        family = CounterMetricFamily(f"jaxserve:{name}", text, labels=["model_name", *labels])
+        for label_values, value in values:
+            family.add_metric([self._model_name, *label_values], value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"jaxserve:{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+
+def kv_usage(stats: SchedulerStats) -> float:
+    """Part of the KV blocks that sequences hold, without the null block."""
+    return stats.num_used_kv_blocks / max(1, stats.num_kv_blocks - 1)
+
+
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
+    ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
+    ("num_requests_waiting", "Sequences that wait to be scheduled.", lambda s: s.num_waiting),
+    ("kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", kv_usage),
+)
+_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
+    ("engine_requests", "Sequences that came to the engine core.", lambda s: s.num_requests),
+    ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),
+    ("prefix_cache_queries", "Tokens looked for in the cache.", lambda s: s.prefix_cache_queries),
+    ("prefix_cache_hits", "Tokens found in the cache.", lambda s: s.prefix_cache_hits),
+    ("engine_steps", "Steps of the engine core.", lambda s: s.num_steps),
+    (
+        "compiles_after_ready",
+        "Compilations since ready.",
+        lambda s: s.num_compiles_after_ready,
+    ),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Arrival to first token.", _LONG_BOUNDS_S),
+    ("inter_token_latency_seconds", "Between two tokens.", _SHORT_BOUNDS_S),
+    ("e2e_request_latency_seconds", "Arrival to last token.", _LONG_BOUNDS_S),
+    ("request_queue_time_seconds", "Queued to first scheduled.", _LONG_BOUNDS_S),
+)

@@ -154,11 +154,15 @@ def exit_with_parent(
 
     on_parent_gone: called first, in another thread.
     """
-    # What `ps -o comm` and `top` show, where /proc exists.
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as comm:
-        comm.write(name[:_COMM_LEN])
+    name_process(name)
     arguments = (life_fd, on_parent_gone)
     threading.Thread(target=_wait_for_parent, args=arguments, name="life", daemon=True).start()
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` show, where /proc exists."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as comm:
+        comm.write(name[:_COMM_LEN])
 
 
 def _wait_for_parent(life_fd: int, on_parent_gone: Callable[[], None]) -> None:

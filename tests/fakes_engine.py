@@ -31,8 +31,8 @@ from jaxserve.messages import (
     TokenLogprobs,
     UtilityCall,
     UtilityResult,
+    decode_api_server_input,
     decode_engine_input,
-    decode_engine_output,
     encode,
 )
 from jaxserve.metrics import ServerMetrics
@@ -220,7 +220,7 @@ class FakeCoreClient:
                 return self._answers.pop(0)
             if self.running and self.num_steps != self.max_steps:
                 await asyncio.sleep(self._step_s)
-                return decode_engine_output(encode(self._step()))
+                return decode_api_server_input(encode(self._step()))
             self._changed.clear()
             await self._changed.wait()
 

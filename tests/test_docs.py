@@ -11,8 +11,8 @@ from jaxserve.checkpoint import load_model_info
 from jaxserve.cli import COMMANDS
 from jaxserve.cli_flags import all_flags, config_from_flags
 from jaxserve.config import EngineConfig, replace, resolve_for_model
-from jaxserve.engine.core_client import InProcClient
-from jaxserve.metrics import ServerMetrics
+from jaxserve.engine.in_proc_client import InProcClient
+from jaxserve.metrics import MetricsPage, ServerMetrics
 from jaxserve.server.protocol.chat import UNSUPPORTED_IN_CHAT, ChatCompletionRequest
 from jaxserve.server.protocol.completions import UNSUPPORTED_IN_COMPLETIONS, CompletionRequest
 from jaxserve.server.routes import ROUTES
@@ -254,7 +254,7 @@ def metrics() -> dict[str, str]:
     return {
         family.name.removeprefix("jaxserve:")
         + ("_total" if family.type == "counter" else ""): family.type
-        for family in ServerMetrics("m").collect()
+        for family in MetricsPage("m", ServerMetrics("m").counts()).collect()
     }
 
 
@@ -381,7 +381,7 @@ def test_example_configs_are_valid(path, demo_model_path):
         "scripts/nothing",
         "EngineCore.walk",
         "sizing.no_such_function",
-        "jaxserve.engine.cores",
+        "jaxserve.engine.no_such_module",
         "jaxserve.LLMs",
         "NoSuchClass",
         "ThreadPoolExecutor",

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from jaxserve.engine.input_processor import SequenceRequest
@@ -37,24 +38,33 @@ class QueueFullError(RequestError):
 
 
 class CoreClient(Protocol):
-    """What AsyncLLM needs of an engine core that is ready."""
+    """What AsyncLLM needs of engine cores that are ready."""
 
     def send(self, message: EngineInput) -> None:
         """Sends a message; never blocks.
 
         Raises:
-          EngineDeadError: the engine core is gone.
+          EngineDeadError: an engine core is gone.
         """
         ...
 
     async def recv(self) -> EngineOutput:
-        """The next message; EngineDead when the engine core is gone, in whatever way."""
+        """The next message; EngineDead when an engine core is gone, in whatever way."""
         ...
 
 
-class AsyncLLM:
-    """Admits sequences to one engine core and routes its outputs. Lives on one event loop.
+@dataclass
+class _Call:
+    """A utility call under way: what the engine cores have answered so far."""
 
+    future: asyncio.Future[list[Any]]
+    values: list[Any] = field(default_factory=list)
+
+
+class AsyncLLM:
+    """Admits sequences to the engine and routes its outputs. Lives on one event loop.
+
+    client_idx: which API server this is.  num_engines: engine cores, all of which answer a call.
     max_num_queued, max_num_queued_tokens: how many sequences may have no token yet, and how many
       tokens their prompts; 0: no limit. When none waits, any request is taken.
     """
@@ -64,21 +74,25 @@ class AsyncLLM:
         client: CoreClient,
         output_processor: OutputProcessor,
         *,
+        client_idx: int = 0,
+        num_engines: int = 1,
         max_num_queued: int = 0,
         max_num_queued_tokens: int = 0,
     ):
+        self._client_idx = client_idx
+        self._num_engines = num_engines
         self._client = client
         self._output_processor = output_processor
         self._max_num_queued = max_num_queued or sys.maxsize
         self._max_num_queued_tokens = max_num_queued_tokens or sys.maxsize
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, _Call] = {}
         self._closed_by: Exception | None = None
         self._died = asyncio.Event()
         self._receiver: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to receive; the engine core must be ready."""
+        """Begins to receive; the engine must be ready."""
         self._receiver = asyncio.create_task(self._receive(), name="engine outputs")
 
     @property
@@ -129,23 +143,24 @@ class AsyncLLM:
                 self._client.send(AbortRequests(running))
 
     async def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache between two steps; False when blocks are in use."""
-        return bool(await self._call("reset_prefix_cache"))
+        """Empties every prefix cache between two steps; False when blocks are in use somewhere."""
+        return all(await self._call("reset_prefix_cache"))
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        """What each engine core answers."""
         if self._closed_by is not None:
             raise self._closed_by
         call_id = next(self._call_ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._client.send(UtilityCall(call_id, method, list(args)))
+        call = self._calls[call_id] = _Call(asyncio.get_running_loop().create_future())
+        self._client.send(UtilityCall(call_id, method, list(args), self._client_idx))
         try:
-            return await future
+            return await call.future
         finally:
             self._calls.pop(call_id, None)
 
     def close(self, error: Exception | None = None) -> None:
         """Fails everything that runs and whatever comes with `error`; by default, a 503 that
-        says that the server is shutting down. The engine core itself is the caller's to end."""
+        says that the server is shutting down. The engine itself is the caller's to end."""
         if self._receiver is not None:
             self._receiver.cancel()
         self._fail(error or RequestError("The server is shutting down.", status=503))
@@ -167,24 +182,29 @@ class AsyncLLM:
                 if to_abort:
                     self._client.send(AbortRequests(to_abort))
             case UtilityResult():
-                future = self._calls.get(message.call_id)
-                if future is None or future.done():
-                    return
-                if message.error is None:
-                    future.set_result(message.value)
-                else:
-                    future.set_exception(RuntimeError(message.error))
+                self._take_result(message)
             case EngineDead():
                 raise EngineDeadError(message.reason)
+
+    def _take_result(self, message: UtilityResult) -> None:
+        call = self._calls.get(message.call_id)
+        if call is None or call.future.done():
+            return
+        if message.error is not None:
+            call.future.set_exception(RuntimeError(message.error))
+            return
+        call.values.append(message.value)
+        if len(call.values) == self._num_engines:
+            call.future.set_result(call.values)
 
     def _fail(self, error: Exception) -> None:
         if self._closed_by is not None:
             return
         self._closed_by = error
         self._output_processor.fail_all(error)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
         if isinstance(error, EngineDeadError):
             self._died.set()
 

@@ -84,17 +84,21 @@ class EngineCore:
         emit: Callable[[int, EngineOutput], None],
         *,
         num_clients: int = 1,
+        reports_steps: bool = False,
         clock: Callable[[], float] = time.time,
         tokenizer: Callable[[], Tokenizer] | None = None,
     ):
         """config: resolved.  executor: started.  emit: gets (client_idx, message).
+        reports_steps: whether one more client, after all others, hears of each step.
         tokenizer: loads it, for the first grammar; the checkpoint's by default.
         """
         self.inputs: queue.SimpleQueue[CoreInput] = queue.SimpleQueue()
         self._config = check_resolved(config)
         self._executor = executor
         self._emit = emit
+        self._engine_idx = config.parallel.data_parallel_rank
         self._num_clients = num_clients
+        self._reports_steps = reports_steps
         self._clock = clock
         self._scheduler = _make_scheduler(config)
         info = config.info
@@ -107,6 +111,7 @@ class EngineCore:
         # Steps that the workers have and whose results are not collected.
         self._in_flight: deque[StepPlan] = deque()
         self._max_in_flight = 1 if config.scheduler.async_scheduling else 0
+        self._num_requests = 0
         self._num_compiles = 0
         self._stats_known_to_all: SchedulerStats | None = None
         self._is_running = True
@@ -233,6 +238,7 @@ class EngineCore:
                 raise AssertionError("the executor reported a failure and has none")
 
     def _take_request(self, request: Request) -> None:
+        self._num_requests += 1
         if request.grammar is None:
             self._scheduler.add_request(request)
             return
@@ -277,22 +283,24 @@ class EngineCore:
             by_client[client_idx].append(output)
         now_s = self._clock()
         for client_idx, mine in by_client.items():
-            self._emit(client_idx, EngineCoreOutputs(mine, stats, now_s))
+            self._emit(client_idx, EngineCoreOutputs(mine, stats, now_s, self._engine_idx))
+        if self._reports_steps:
+            report = EngineCoreOutputs([], stats, now_s, self._engine_idx)
+            self._emit(self._num_clients, report)
         if len(by_client) == self._num_clients:
             self._stats_known_to_all = stats
 
     def _emit_to_all(self, stats: SchedulerStats) -> None:
-        message = EngineCoreOutputs([], stats, self._clock())
-        for client_idx in range(self._num_clients):
+        message = EngineCoreOutputs([], stats, self._clock(), self._engine_idx)
+        for client_idx in range(self._num_clients + self._reports_steps):
             self._emit(client_idx, message)
         self._stats_known_to_all = stats
 
     def _stats(self) -> SchedulerStats:
         stats = self._scheduler.stats()
-        if not self._num_compiles and not self._compiling:
-            return stats
         return msgspec.structs.replace(
             stats,
+            num_requests=self._num_requests,
             num_waiting=stats.num_waiting + len(self._compiling),
             num_compiles_after_ready=self._num_compiles,
         )
@@ -309,6 +317,7 @@ class EngineCore:
 
 # What a UtilityCall may name: a function of the scheduler and the call's arguments.
 _UTILITY_METHODS: dict[str, Callable[..., Any]] = {
+    "ping": lambda scheduler: True,
     "reset_prefix_cache": Scheduler.reset_prefix_cache,
 }
 

@@ -1,9 +1,9 @@
 """The engine core process: `python -m jaxserve.engine.core_process`, started by the client.
 
 Input thread: receive, decode, hash prompt blocks, have grammars compiled -> `EngineCore.inputs`.
-Main thread: `EngineCore.run`. Output thread: encode, send, one socket an API server. The last
-message of an engine core that fails is EngineDead; it then exits with code 1, or 2 when the
-operator's settings are at fault.
+Main thread: `EngineCore.run`. Output thread: encode, send, one socket an API server and one to the
+coordinator, where there is one. The last message of an engine core that fails is EngineDead; it
+then exits with code 1, or 2 when the operator's settings are at fault.
 """
 
 import gc
@@ -50,17 +50,13 @@ class OutputThread:
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    @property
-    def num_clients(self) -> int:
-        return len(self._addresses)
-
     def send(self, client_idx: int, message: EngineOutput) -> None:
         """Queues a message for one client; never blocks."""
         self._messages.put((client_idx, message))
 
     def send_to_all(self, message: EngineOutput) -> None:
         """Queues a message for every client."""
-        for client_idx in range(self.num_clients):
+        for client_idx in range(len(self._addresses)):
             self.send(client_idx, message)
 
     def close(self) -> None:
@@ -137,13 +133,18 @@ class InputThread:
 def run_engine_core(start: EngineCoreStart) -> int:
     """Runs an engine core from start to end; returns the process' exit code."""
     context = zmq.Context()
-    output_thread = OutputThread(context, start.output_addresses)
+    coordinator = [start.coordinator_address] if start.coordinator_address else []
+    output_thread = OutputThread(context, [*start.output_addresses, *coordinator])
     executor = input_thread = core = None
     try:
         executor = make_executor(decode_config(start.config), start.worker_class)
         config = executor.start()
         core = EngineCore(
-            config, executor, output_thread.send, num_clients=output_thread.num_clients
+            config,
+            executor,
+            output_thread.send,
+            num_clients=len(start.output_addresses),
+            reports_steps=bool(coordinator),
         )
         input_thread = InputThread(context, start.input_address, core, executor)
         output_thread.send_to_all(EngineReady(config=encode_config(config)))
@@ -180,11 +181,13 @@ def _last_message(error: Exception) -> tuple[EngineDead, int]:
 def main() -> None:
     start_message, life_fd = processes.become_child()
     start = decode_engine_core_start(start_message)
-    # The client made the directory of the sockets. When it is gone, nobody else removes it.
+    config = decode_config(start.config)
+    name = f"core{config.parallel.suffix}"
+    # The first process made the directory of the sockets. When it is gone, nobody else removes it.
     processes.exit_with_parent(
-        life_fd, "engine core", lambda: shutil.rmtree(start.socket_dir, ignore_errors=True)
+        life_fd, f"engine {name}", lambda: shutil.rmtree(start.socket_dir, ignore_errors=True)
     )
-    setup_logging(decode_config(start.config).server.log_level, "core")
+    setup_logging(config.server.log_level, name.replace(" ", "-"))
     threading.stack_size(STACK_BYTES)  # of threads to come, which compile grammars
     sys.exit(run_engine_core(start))
 

@@ -42,9 +42,12 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputProcessor:
-    """Makes sequence requests; needs a resolved config, and the tokenizer for `bad_words`."""
+    """Makes sequence requests; needs a resolved config, and the tokenizer for `bad_words`.
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
+    client_idx: which API server it works for; ids differ from those that others give.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, client_idx: int = 0):
         self._tokenizer = tokenizer
         self._max_model_len = config.model.max_model_len
         self._max_logprobs = config.model.max_logprobs
@@ -53,8 +56,10 @@ class InputProcessor:
         self._eos_token_ids = config.info.eos_token_ids
         self._is_priority_policy = config.scheduler.scheduling_policy == "priority"
         seed = config.model.seed
-        self._random = random.Random(seed) if seed else random.SystemRandom()
-        self._ids = (f"{i:x}" for i in itertools.count(1))
+        self._random = random.Random(seed + client_idx) if seed else random.SystemRandom()
+        self._client_idx = client_idx
+        prefix = f"{client_idx:x}-" if client_idx else ""
+        self._ids = (f"{prefix}{i:x}" for i in itertools.count(1))
 
     def process(
         self,
@@ -101,6 +106,7 @@ class InputProcessor:
                     arrival_time_s=arrival_time_s,
                     priority=priority,
                     cache_salt=cache_salt,
+                    client_idx=self._client_idx,
                     grammar=params.grammar,
                 ),
                 index=first_index + i,
@@ -140,6 +146,7 @@ class InputProcessor:
                 arrival_time_s=arrival_time_s,
                 priority=priority,
                 cache_salt=cache_salt,
+                client_idx=self._client_idx,
             ),
             index=index,
             final_only=True,

@@ -167,7 +167,7 @@ class OutputProcessor:
         Returns:
           Ids of the sequences that ended at a stop string, which the engine core must abort.
         """
-        self._metrics.stats = step.stats
+        self._metrics.stats[step.engine_idx] = step.stats
         to_abort = []
         sequences = self._sequences
         for output in step.outputs:

@@ -468,7 +468,7 @@ class Scheduler:
     # --- looking in from outside ---
 
     def stats(self) -> SchedulerStats:
-        """A snapshot; `num_compiles_after_ready` is for the caller to add."""
+        """A snapshot; what does not follow from the requests here is for the caller to add."""
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),

@@ -14,7 +14,7 @@ from jaxserve.engine.detokenizer import DetokenizerFactory
 from jaxserve.engine.input_processor import InputProcessor, SequenceRequest
 from jaxserve.engine.output_processor import RequestOutput
 from jaxserve.errors import RequestError
-from jaxserve.metrics import ServerMetrics
+from jaxserve.metrics import MetricsCounts, ServerMetrics
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.chat_settings import ChatSettings
 from jaxserve.server.http import (
@@ -25,6 +25,7 @@ from jaxserve.server.http import (
     send_json,
     usage_of,
 )
+from jaxserve.server.peers import Peers
 from jaxserve.server.protocol.common import Usage
 from jaxserve.server.renderer import Renderer
 
@@ -33,7 +34,7 @@ MAX_CHOICES = 2048
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What every route works with."""
+    """What every route works with. peers: None where there is one API server without others."""
 
     config: EngineConfig
     llm: AsyncLLM
@@ -43,6 +44,11 @@ class ServerContext:
     detokenizers: DetokenizerFactory
     metrics: ServerMetrics
     created_s: int
+    peers: Peers | None = None
+
+    async def counts(self) -> MetricsCounts:
+        """What all API servers have counted. Raises RequestError when one does not answer."""
+        return await self.peers.counts() if self.peers else self.metrics.counts()
 
 
 @dataclass(frozen=True)

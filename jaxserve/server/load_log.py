@@ -5,7 +5,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from jaxserve.metrics import ServerMetrics
+from jaxserve.metrics import ServerMetrics, kv_usage
 
 PERIOD_S = 10.0
 logger = logging.getLogger(__name__)
@@ -31,18 +31,21 @@ class LoadLog:
     def line(self, now_s: float) -> str | None:
         """What happened since the last call; None when nothing ran and nothing was generated."""
         last, self._last = self._last, self._totals(now_s)
-        now, stats = self._last, self._metrics.stats
+        now, engines = self._last, self._metrics.stats.values()
+        num_running = sum(stats.num_running for stats in engines)
+        num_waiting = sum(stats.num_waiting for stats in engines)
         num_prompt = now.prompt_tokens - last.prompt_tokens
         num_generated = now.generation_tokens - last.generation_tokens
-        if not (stats.num_running or stats.num_waiting or num_prompt or num_generated):
+        if not (num_running or num_waiting or num_prompt or num_generated):
             return None
         took_s = max(now_s - last.time_s, 1e-9)
         num_queries = now.cache_queries - last.cache_queries
         hits = (now.cache_hits - last.cache_hits) / num_queries if num_queries else 0.0
+        usage = sum(map(kv_usage, engines)) / len(engines)
         return (
-            f"{stats.num_running} running, {stats.num_waiting} waiting; "
+            f"{num_running} running, {num_waiting} waiting; "
             f"prompt {num_prompt / took_s:.1f} tok/s, output {num_generated / took_s:.1f} tok/s; "
-            f"KV cache {self._metrics.kv_usage:.1%} used, prefix hits {hits:.1%}"
+            f"KV cache {usage:.1%} used, prefix hits {hits:.1%}"
         )
 
     def _totals(self, now_s: float) -> _Totals:
@@ -51,8 +54,8 @@ class LoadLog:
             now_s,
             metrics.prompt_tokens,
             metrics.generation_tokens,
-            metrics.stats.prefix_cache_queries,
-            metrics.stats.prefix_cache_hits,
+            sum(stats.prefix_cache_queries for stats in metrics.stats.values()),
+            sum(stats.prefix_cache_hits for stats in metrics.stats.values()),
         )
 
 

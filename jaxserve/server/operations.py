@@ -69,11 +69,12 @@ class Operations:
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /load."""
-        await send_json(send, ServerLoad(self._context.metrics.num_generating))
+        await send_json(send, ServerLoad((await self._context.counts()).num_generating))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics."""
-        await send_bytes(send, self._context.metrics.render(), CONTENT_TYPE.encode())
+        page = self._context.metrics.render(await self._context.counts())
+        await send_bytes(send, page, CONTENT_TYPE.encode())
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /reset_prefix_cache: 409 when blocks are in use."""

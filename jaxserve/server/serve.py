@@ -1,8 +1,7 @@
-"""`jaxserve serve`: starts an engine core, serves HTTP when it is ready, and ends both together."""
+"""`jaxserve serve`: starts an engine, serves HTTP when it is ready, and ends both together."""
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -17,33 +16,19 @@ from pathlib import Path
 import uvloop
 
 from jaxserve import __version__, checkpoint
-from jaxserve.checkpoint.tokenizer import Tokenizer
-from jaxserve.config import ChatConfig, EngineConfig, replace, resolve_for_model
-from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.config import EngineConfig, replace, resolve_for_model
 from jaxserve.engine.core_client import AsyncCoreClient
-from jaxserve.engine.detokenizer import DetokenizerFactory
 from jaxserve.engine.executor import WORKER_CLASS
 from jaxserve.engine.executor.host_agent import run_host
-from jaxserve.engine.input_processor import InputProcessor
-from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.errors import EngineDeadError
 from jaxserve.grammars.pieces import STACK_BYTES
 from jaxserve.hosts import detect_hosts
 from jaxserve.logs import setup_logging
-from jaxserve.metrics import ServerMetrics
-from jaxserve.server.app import build_app
-from jaxserve.server.chat_settings import ChatSettings, make_chat_settings
-from jaxserve.server.connection import HttpServer
-from jaxserve.server.generation import ServerContext
+from jaxserve.server.api_server import ApiServer, load_text
 from jaxserve.server.listener import Listener
-from jaxserve.server.load_log import log_load
-from jaxserve.server.renderer import Renderer
 from jaxserve.server.security import check_server_config, make_ssl_context
 
 logger = logging.getLogger(__name__)
-
-# How long /health answers 503 after the engine's death, so that a probe can see it.
-_DEAD_GRACE_S = 2.0
 
 
 def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
@@ -117,16 +102,29 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     logger.info("jaxserve %s starts %s", __version__, config.model.served_model_name)
-    client = AsyncCoreClient(config, worker_class=worker_class)
+    listen_fd = listener.socket.fileno()
+    client = AsyncCoreClient(config, worker_class=worker_class, listen_fd=listen_fd)
     try:
-        started = await _unless(stop, _start(config.chat, client, path))
-        if started is None:
+        server = await _unless(stop, _start(config, client, path))
+        if server is None:
             logger.info("stopped while starting")
             return 0
-        config, tokenizer, chat = started
-        return await _run(config, tokenizer, chat, client, listener, ssl_context, stop, started_s)
+        listener.listen()
+        client.connection.tell_peers_to_serve()
+        dead_error = await server.run(
+            listener.socket,
+            ssl_context,
+            stop,
+            on_listening=lambda: _log_ready(config, listener, started_s),
+            end_engine=client.shutdown,
+        )
     finally:
         await client.shutdown()
+    if dead_error is None:
+        logger.info("stopped")
+        return 0
+    logger.error("the engine died: %s", dead_error)
+    return 1
 
 
 async def _unless[T](stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
@@ -142,91 +140,20 @@ async def _unless[T](stop: asyncio.Event, work: Coroutine[None, None, T]) -> T |
     return None
 
 
-async def _start(
-    config: ChatConfig, client: AsyncCoreClient, path: Path
-) -> tuple[EngineConfig, Tokenizer, ChatSettings]:
-    """Starts the engine core and loads the tokenizer at the same time.
+async def _start(config: EngineConfig, client: AsyncCoreClient, path: Path) -> ApiServer:
+    """Starts the engine and loads the tokenizer at the same time.
 
     Raises:
       UserError, EngineDeadError: one of them cannot.
     """
     engine = asyncio.create_task(client.start())
     try:
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, path, config.chat_template)
-        chat = make_chat_settings(config, tokenizer)
-        return await engine, tokenizer, chat
+        tokenizer, chat = await load_text(config, path)
+        return ApiServer(await engine, tokenizer, chat, client.connection)
     except BaseException:
         engine.cancel()
         await asyncio.wait({engine})
         raise
-
-
-async def _run(
-    config: EngineConfig,
-    tokenizer: Tokenizer,
-    chat: ChatSettings,
-    client: AsyncCoreClient,
-    listener: Listener,
-    ssl_context: ssl.SSLContext | None,
-    stop: asyncio.Event,
-    started_s: float,
-) -> int:
-    """Serves with a ready engine until it dies or `stop` is set.
-
-    Raises:
-      UserError: the port was taken while the engine started.
-    """
-    listener.listen()
-    metrics = ServerMetrics(config.model.served_model_name)
-    detokenizers = DetokenizerFactory(tokenizer.backend)
-    output_processor = OutputProcessor(detokenizers, metrics, config.info.eos_token_ids)
-    llm = AsyncLLM(
-        client,
-        output_processor,
-        max_num_queued=config.server.max_num_queued_reqs,
-        max_num_queued_tokens=config.server.max_num_queued_tokens,
-    )
-    llm.start()
-    context = ServerContext(
-        config=config,
-        llm=llm,
-        input_processor=InputProcessor(config, tokenizer),
-        renderer=Renderer(tokenizer, config.model.max_model_len, chat.template_kwargs),
-        chat=chat,
-        detokenizers=detokenizers,
-        metrics=metrics,
-        created_s=int(time.time()),
-    )
-    server = HttpServer(
-        build_app(context),
-        lambda: _log_ready(config, listener, started_s),
-        request_timeout_s=config.server.request_timeout_s,
-        ssl_context=ssl_context,
-    )
-    gc.collect()
-    gc.freeze()  # what start-up made stays; the collector need not look at it again and again
-    serving = asyncio.create_task(server.serve([listener.socket]))
-    dying = asyncio.create_task(llm.wait_dead())
-    stopping = asyncio.create_task(stop.wait())
-    logging_load = asyncio.create_task(log_load(metrics))
-    await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if dying.done():
-        logger.error("the engine is dead; ending in %g s: %s", _DEAD_GRACE_S, dying.result())
-        await asyncio.wait({serving, stopping}, timeout=_DEAD_GRACE_S)
-    else:
-        logger.info("stopping")
-    llm.close()
-    server.should_exit = True
-    await asyncio.gather(serving, client.shutdown())
-    context.renderer.close()
-    logging_load.cancel()
-    dying.cancel()
-    stopping.cancel()
-    if llm.dead_error is None:
-        logger.info("stopped")
-        return 0
-    logger.error("the engine died: %s", llm.dead_error)
-    return 1
 
 
 def _log_ready(config: EngineConfig, listener: Listener, started_s: float) -> None:
@@ -237,6 +164,9 @@ def _log_ready(config: EngineConfig, listener: Listener, started_s: float) -> No
         options += " -H 'Authorization: Bearer KEY'"
     seconds = time.monotonic() - started_s
     where = f"{url} on {server.uds}" if server.uds else url
+    num_api_servers, num_cores = server.api_server_count, config.parallel.data_parallel_size
+    if num_api_servers > 1 or num_cores > 1:
+        where += f" (API servers: {num_api_servers}, engine cores: {num_cores})"
     logger.info("ready after %.1f s: %s at %s", seconds, name, where)
     logger.info(
         "try: curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '%s'",

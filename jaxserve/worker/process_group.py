@@ -11,14 +11,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ParallelConfig
 from jaxserve.errors import UserError
 from jaxserve.messages import ProcessGroup
 
 _START_TIMEOUT_S = 600  # hosts may be started minutes after each other
 _MAX_CPU_DEVICES = 64  # a host's CPU shows as many as a mesh takes
 _FIRST_TPU_PORT = 8476
-_TPU_HOSTS = {4: "2,2,1", 8: "2,4,1"}  # how the chips of one host lie beside each other
+# How the chips of one host lie beside each other.
+_TPU_HOSTS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def join_group(config: EngineConfig, group: ProcessGroup) -> None:
@@ -31,12 +32,14 @@ def join_group(config: EngineConfig, group: ProcessGroup) -> None:
     if 1 < config.parallel.num_devices <= _MAX_CPU_DEVICES:
         with contextlib.suppress(RuntimeError):  # too late: JAX has started
             jax.config.update("jax_num_cpu_devices", share)
+    if config.parallel.data_parallel_size > 1:
+        _show_devices_of_engine(config.parallel)
     if group.size == 1:
         return
     per_host = config.parallel.workers_per_host
     on_host = group.rank % per_host
     if share == 1 and config.parallel.num_hosts == 1:
-        _give_tpu_chip(group)
+        _give_tpu_chip(group, config.parallel.data_parallel_rank)
     local_ids = range(on_host * share, (on_host + 1) * share) if per_host > 1 else None
     try:
         jax.distributed.initialize(
@@ -65,13 +68,39 @@ def least_of_all(num_bytes: int) -> int:
     return int(multihost_utils.process_allgather(mebibytes).min()) << 20
 
 
-def _give_tpu_chip(group: ProcessGroup) -> None:
+def _show_devices_of_engine(parallel: ParallelConfig) -> None:
+    """Hides the devices of other engine cores, as CUDA and libtpu read it from the environment.
+
+    Raises:
+      UserError: there are not so many.
+    """
+    num_devices = parallel.num_devices
+    first = parallel.data_parallel_rank * num_devices
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = visible.split(",") if visible else [str(i) for i in range(first + num_devices)]
+    if len(gpus) < first + num_devices:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES has {len(gpus)} devices, not the "
+            f"{parallel.data_parallel_size * num_devices} of --data-parallel-size and --mesh.",
+            fix="Use a smaller --data-parallel-size or --mesh.",
+        )
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num_devices])}
+    if num_devices in _TPU_HOSTS:
+        os.environ |= {
+            "TPU_VISIBLE_CHIPS": ",".join(str(first + i) for i in range(num_devices)),
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_HOSTS[num_devices],
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+        }
+
+
+def _give_tpu_chip(group: ProcessGroup, engine_idx: int) -> None:
     """libtpu reads from the environment which chip is this process's, and who has the others."""
     if group.size not in _TPU_HOSTS:
         return
-    ports = range(_FIRST_TPU_PORT, _FIRST_TPU_PORT + group.size)
+    first_port = _FIRST_TPU_PORT + engine_idx * group.size
+    ports = range(first_port, first_port + group.size)
     chip = {
-        "TPU_VISIBLE_CHIPS": str(group.rank),
+        "TPU_VISIBLE_CHIPS": str(engine_idx * group.size + group.rank),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": _TPU_HOSTS[group.size],
         "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),

@@ -193,7 +193,7 @@ def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
     return explanation.chosen
 
 
-def memory_limit_bytes(devices: Sequence[jax.Device], workers_per_host: int = 1) -> int:
+def memory_limit_bytes(devices: Sequence[jax.Device], workers_on_host: int = 1) -> int:
     """Bytes that each device of this process can still give: free memory, for a CPU within its
     container's limit.
 
@@ -214,7 +214,7 @@ def memory_limit_bytes(devices: Sequence[jax.Device], workers_per_host: int = 1)
         text = _CGROUP_LIMIT.read_text().strip()
         if text != "max":
             available = min(available, int(text) - psutil.Process().memory_info().rss)
-    return available // (len(mine) * workers_per_host)
+    return available // (len(mine) * workers_on_host)
 
 
 def blocks_per_sequence(config: EngineConfig) -> int:

@@ -71,7 +71,9 @@ class Worker:
         config = replace(config, logits_processors=processors)
         dtype = jnp.dtype(config.model.dtype)
         shapes = param_shapes(config.info, dtype, mesh)
-        free_bytes = sizing.memory_limit_bytes(devices, config.parallel.workers_per_host)
+        parallel = config.parallel
+        workers_on_host = parallel.workers_per_host * parallel.data_parallel_size
+        free_bytes = sizing.memory_limit_bytes(devices, workers_on_host)
         free_bytes = least_of_all(free_bytes) - device_bytes(shapes)
         sizing.size_kv_cache(
             config, chip.platform, free_bytes, step_temp_bytes=0

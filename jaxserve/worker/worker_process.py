@@ -103,11 +103,13 @@ class WorkerProcess:
 def main() -> None:
     start_message, life_fd = processes.become_child()
     start = decode_worker_start(start_message)
-    rank = start.group.rank
-    processes.exit_with_parent(life_fd, f"worker {rank}")
-    level = decode_config(start.config).server.log_level
-    # All ranks would log the same; what is not, such as what went wrong, is more than info.
-    setup_logging("warning" if rank and level == "info" else level, f"worker-{rank}")
+    config = decode_config(start.config)
+    processes.exit_with_parent(life_fd, start.name)
+    level, parallel = config.server.log_level, config.parallel
+    # All would log the same; what is not, such as what went wrong, is more than info.
+    is_first = start.group.rank == 0 and parallel.data_parallel_rank == 0
+    name = start.name.replace(" ", "-")
+    setup_logging(level if is_first or level != "info" else "warning", name)
     WorkerProcess(start).run()
 
 

@@ -25,9 +25,16 @@ def free_port() -> int:
 
 
 class LiveServer:
-    """One server process group, run by `python`. Its log goes to a file."""
+    """One server process group, run by `python -m module`. Its log goes to a file."""
 
-    def __init__(self, log: Path, *flags: str, model: str = MODEL, python: str = sys.executable):
+    def __init__(
+        self,
+        log: Path,
+        *flags: str,
+        model: str = MODEL,
+        python: str = sys.executable,
+        module: str = "jaxserve",
+    ):
         self.port = free_port()
         self._log = log
         with log.open("wb") as sink:
@@ -35,7 +42,7 @@ class LiveServer:
                 [
                     python,
                     "-m",
-                    "jaxserve",
+                    module,
                     "serve",
                     model,
                     "--port",
@@ -64,7 +71,7 @@ class LiveServer:
         raise AssertionError(f"not ready after {timeout_s} s\n{self.log}")
 
     def family(self) -> list[psutil.Process]:
-        """API server, engine core, worker: a chain of parents and children."""
+        """All its processes, the first API server first."""
         me = psutil.Process(self.process.pid)
         return [me, *me.children(recursive=True)]
 

@@ -22,7 +22,7 @@ async def run(worker_class: str) -> None:
             message = await client.recv()
             assert isinstance(message, EngineCoreOutputs)
             num_tokens += sum(len(output.new_token_ids) for output in message.outputs)
-    print(client.pid, flush=True)
+    print(client.pids[0], flush=True)
     await client.recv()
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import EngineCore, ExecutorFailed, InputFailed
-from jaxserve.engine.core_client import InProcClient
 from jaxserve.engine.executor.in_process import InProcessExecutor
+from jaxserve.engine.in_proc_client import InProcClient
 from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.messages import (
     AbortRequests,

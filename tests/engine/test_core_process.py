@@ -191,7 +191,7 @@ def test_shutdown_is_quick_and_complete_with_requests_running(
 
     async def test() -> None:
         async with started("SlowWorker") as client:
-            pids = [client.pid, *children_of(client.pid)]
+            pids = [client.pids[0], *children_of(client.pids[0])]
             assert len(pids) == 2
             client.send(fake_request("a", [1], max_tokens=3000))
             await tokens_of(client, "a", 2)
@@ -209,7 +209,7 @@ def test_shutdown_is_quick_and_complete_with_requests_running(
 def test_shutdown_does_not_wait_for_a_step_that_hangs() -> None:
     async def test() -> None:
         async with started("HangingWorker") as client:
-            pids = [client.pid, *children_of(client.pid)]
+            pids = [client.pids[0], *children_of(client.pids[0])]
             client.send(fake_request("a", [1], max_tokens=10))
             await tokens_of(client, "a", 2)
             started_s = time.monotonic()
@@ -225,9 +225,9 @@ def test_starting_may_be_cancelled() -> None:
         client = AsyncCoreClient(fake_config(), worker_class="tests.fakes:StuckLoadWorker")
         starting = asyncio.create_task(client.start())
         await asyncio.sleep(0)
-        while not children_of(client.pid):
+        while not children_of(client.pids[0]):
             await asyncio.sleep(0.01)
-        pids = [client.pid, *children_of(client.pid)]
+        pids = [client.pids[0], *children_of(client.pids[0])]
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
@@ -240,7 +240,7 @@ def test_starting_may_be_cancelled() -> None:
 def test_a_killed_worker_fails_the_engine(is_busy: bool) -> None:
     async def test() -> None:
         async with started("SlowWorker") as client:
-            (worker_pid,) = children_of(client.pid)
+            (worker_pid,) = children_of(client.pids[0])
             if is_busy:
                 client.send(fake_request("a", [1], max_tokens=3000))
                 await tokens_of(client, "a", 2)
@@ -249,9 +249,9 @@ def test_a_killed_worker_fails_the_engine(is_busy: bool) -> None:
                 pass
             assert message.reason == "worker 0 was killed by signal 9 (SIGKILL)"
             assert await client.recv() == message
-            while client.exit_code is None:
+            while client.exit_codes[0] is None:
                 await asyncio.sleep(0.01)
-            assert client.exit_code == 1
+            assert client.exit_codes[0] == 1
 
     run(test)
 
@@ -259,10 +259,10 @@ def test_a_killed_worker_fails_the_engine(is_busy: bool) -> None:
 def test_a_killed_engine_core_is_noticed_and_leaves_no_worker() -> None:
     async def test() -> None:
         async with started() as client:
-            (worker_pid,) = children_of(client.pid)
+            (worker_pid,) = children_of(client.pids[0])
             receiving = asyncio.create_task(next_of(client, EngineDead))
             await asyncio.sleep(0.1)
-            os.kill(client.pid, signal.SIGKILL)
+            os.kill(client.pids[0], signal.SIGKILL)
             wait_until_dead(worker_pid, within_s=ORPHAN_WAIT_S)
             client.send(AbortRequests(["a"]))
             message = await asyncio.wait_for(receiving, WAIT_S)
@@ -308,7 +308,7 @@ def test_what_the_operator_did_wrong_reaches_the_client() -> None:
             await client.start()
         assert error.value.problem == "--num-kv-blocks 512 does not fit."
         assert error.value.fix == "Use --num-kv-blocks 100."
-        assert client.exit_code == 2
+        assert client.exit_codes[0] == 2
 
     run(test)
 

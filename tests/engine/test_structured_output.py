@@ -14,8 +14,8 @@ import pytest
 from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.engine import structured_output
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.core_client import InProcClient
 from jaxserve.engine.executor.in_process import InProcessExecutor
+from jaxserve.engine.in_proc_client import InProcClient
 from jaxserve.engine.request import Request, RequestStatus
 from jaxserve.engine.structured_output import Masked, StructuredOutputs
 from jaxserve.grammars import (

@@ -302,7 +302,7 @@ def test_200_long_requests_that_leave() -> None:
             load = (await client.get("/load")).json()
             metrics = (await client.get("/metrics")).text
         assert load == {"server_load": 0}
-        assert 'num_requests_running{model_name="tiny"} 0.0' in metrics
+        assert 'num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
         assert 'finished_reason="abort",model_name="tiny"} 200.0' in metrics
         processor = live.context.llm._output_processor
         assert (processor.num_unfinished, processor.num_queued) == (0, 0)

@@ -15,11 +15,12 @@ from tests.fakes_engine import FakeServer, fake_server
 
 
 def values(text: str) -> dict[str, float]:
-    """What a scrape shows, without the label that all have and without buckets."""
+    """What a scrape shows, without the labels that all have and without buckets."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        name = re.sub(r',?model_name="tiny"', "", name).replace("{}", "").replace("{,", "{")
+        name = re.sub(r',?model_name="tiny"|engine="0"', "", name)
+        name = name.replace("{}", "").replace("{,", "{")
         if not line.startswith("#") and "_bucket" not in name:
             found[name.removeprefix("jaxserve:")] = float(value)
     return found
@@ -92,7 +93,7 @@ def test_a_line_of_load() -> None:
     metrics = ServerMetrics("m")
     log = LoadLog(metrics, 100.0)
     assert log.line(110.0) is None
-    metrics.stats = SchedulerStats(
+    metrics.stats[0] = SchedulerStats(
         num_running=3,
         num_waiting=2,
         num_kv_blocks=101,
@@ -106,13 +107,13 @@ def test_a_line_of_load() -> None:
         "KV cache 25.0% used, prefix hits 25.0%"
     )
     metrics.generation_tokens += 10
-    metrics.stats = SchedulerStats(prefix_cache_queries=210, prefix_cache_hits=58)
+    metrics.stats[0] = SchedulerStats(prefix_cache_queries=210, prefix_cache_hits=58)
     assert log.line(125.0) == (
         "0 running, 0 waiting; prompt 0.0 tok/s, output 2.0 tok/s; "
         "KV cache 0.0% used, prefix hits 80.0%"
     )
     assert log.line(135.0) is None
-    metrics.stats = SchedulerStats(num_waiting=1)
+    metrics.stats[0] = SchedulerStats(num_waiting=1)
     assert (log.line(145.0) or "").startswith("0 running, 1 waiting")
 
 

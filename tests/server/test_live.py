@@ -90,7 +90,7 @@ def test_a_client_that_goes_away_aborts_its_choices(stream: bool, num_steps: int
         assert b"xyz" in await other_reader.readuntil(b'"text":"xyz"')
         metrics = live.context.metrics.render().decode()
         assert 'finished_reason="abort",model_name="tiny"} 2.0' in metrics
-        assert 'num_requests_running{model_name="tiny"} 0.0' in metrics
+        assert 'num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
 
     run(test)
 

@@ -40,8 +40,11 @@ _NUM_LOG_LINES = 20
 _LAST_WORDS_MS = 2000
 
 
-class _Stopped(Exception):
-    """Host 0 or a signal wants this host to end."""
+class _Stopped(BaseException):
+    """Host 0 or a signal wants this host to end.
+
+    No Exception: logging, for one, which a signal may interrupt, takes those for its own.
+    """
 
     def __init__(self, exit_code: int, by_signal: bool = False):
         super().__init__(exit_code)

@@ -131,6 +131,8 @@ class WorkersExecutor:
     def _spawn(self, idx: int, coordinator: str, result_ring: RingBuffer) -> processes.Child:
         parallel = self._config.parallel
         rank = parallel.host_id * parallel.workers_per_host + idx
+        engine = f"{parallel.data_parallel_rank}." if parallel.data_parallel_size > 1 else ""
+        name = f"worker {engine}{rank}"
         start = WorkerStart(
             config=encode_config(self._config),
             group=ProcessGroup(rank, parallel.num_workers, coordinator),
@@ -138,10 +140,11 @@ class WorkersExecutor:
             plan_ring=self._plan_ring.handle,
             result_ring=result_ring.handle,
             worker_class=self._worker_class,
+            name=name,
         )
         return processes.spawn(
             "jaxserve.worker.worker_process",
-            f"worker {rank}",
+            name,
             encode(start),
             inherited_fds=[*self._plan_ring.fds(), *result_ring.fds()],
             stderr_fd=self._stderr_fd,

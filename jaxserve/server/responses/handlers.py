@@ -117,7 +117,7 @@ class Responses:
             if getattr(request, name) and not self._store.is_on:
                 raise RequestError(
                     f"{name} is not available: this server keeps no responses "
-                    "(--response-store-bytes 0).",
+                    "(--response-store-bytes 0, or --api-server-count above 1).",
                     param=name,
                 )
         if request.request_id and self._store.get(f"{ID_PREFIX}-{request.request_id}"):
