@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the GPU kernels do on a GPU: numbers, speed, tokens/s of a random 8B model.
 
-    python scripts/gpu_session.py [--limit 345] [--parts numbers,decode,prefill,serve]
+    python scripts/gpu_session.py [--limit 355] [--parts numbers,decode,prefill]
     python scripts/gpu_session.py --smoke      tiny shapes, plain JAX in place of the kernels: a CPU
 
 Needs an NVIDIA driver, jax[cuda12] or jax[cuda13] from 0.11.2 on, jaxtyping and the files of this
@@ -14,10 +14,14 @@ figure is known, so that a part that is cut off loses what it had not measured a
 Exit code 1 when a part failed, was cut off or found wrong numbers.
 
 Rates: `decode` is live K and V bytes a second over the bandwidth of a device copy (bytes read and
-written); `prefill` is the operations of causal attention a second over those of a matmul.
+written); `prefill` is the operations of causal attention a second over those of a matmul. On a
+Hopper both prefill kernels are checked and timed: wgmma, which it takes, and mma.sync, which other
+cards take. `tune` gives every size of decode that fits; `matmuls` all of a step but attention, its
+products by cuBLAS and by XLA's own kernels (Triton), weights once from memory.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -31,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.config import ModelInfo
     from pallas_kernels.chips import Chip
     from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout
 
@@ -40,7 +45,9 @@ _NEEDED = (
 )
 _NEEDED += "prometheus_client psutil tqdm yaml safetensors"
 # Seconds each part may take, all of them less than six minutes. A shared CPU gets ten times that.
-_LIMITS = {"environment": 25, "numbers": 80, "decode": 55, "prefill": 55, "serve": 130}
+_LIMITS = {"environment": 20, "numbers": 75, "decode": 40, "prefill": 50, "serve": 95}
+_LIMITS |= {"tune": 35, "matmuls": 40}
+_TUNE_S = 25  # after which no further sizes are begun
 
 
 def emit(**figures: Any) -> None:
@@ -92,43 +99,71 @@ def _ours(smoke: bool) -> str:
     return "xla" if smoke else "gpu"
 
 
+@contextlib.contextmanager
+def _by_mma() -> Iterator[None]:
+    """What is traced inside prefills by mma.sync, also where it would by wgmma."""
+    from pallas_kernels.ragged_paged_attention import gpu_prefill, gpu_prefill_mma
+
+    kernel_for = gpu_prefill._kernel_for
+    gpu_prefill._kernel_for = lambda call: gpu_prefill_mma
+    try:
+        yield
+    finally:
+        gpu_prefill._kernel_for = kernel_for
+
+
+def _is_hopper() -> bool:
+    return _chip().capability == (9, 0)
+
+
 # --- numbers -------------------------------------------------------------------------------------
 
 
 def numbers(smoke: bool) -> bool:
     """Long contexts against the reference; the cases of the tests, by the tests' oracle and its
     derived tolerance."""
+    from tests.kernels import harness
+    from tests.kernels.cases import CONFIGS, SIMULATED_CONFIGS
+
+    harness.SIMULATORS.clear()  # here is the device itself
+    # Every config, those that tests simulate first.
+    configs = {"mha": CONFIGS["mha"]} if smoke else SIMULATED_CONFIGS | CONFIGS
+    is_right = _against_reference(smoke, by_mma=False)
+    is_right &= all([_by_oracle(name, config, smoke) for name, config in configs.items()])
+    if _is_hopper():
+        with _by_mma():
+            is_right &= _against_reference(smoke, by_mma=True)
+            harness._compiled.cache_clear()
+            for name, config in SIMULATED_CONFIGS.items():
+                is_right &= _by_oracle(name, config, smoke, by_mma=True)
+    return is_right
+
+
+def _by_oracle(name: str, config: Any, smoke: bool, by_mma: bool = False) -> bool:
+    """The edge cases of one config."""
     import dataclasses
 
     from pallas_kernels.dispatch import UnsupportedError
     from tests.kernels import harness
-    from tests.kernels.cases import CONFIGS, SIMULATED_CONFIGS, edge_plans, make_case
+    from tests.kernels.cases import edge_plans, make_case
 
-    harness.SIMULATORS.clear()  # here is the device itself
-    chip = _chip()
-    is_right = _against_reference(smoke)
-    # Every config, those that tests simulate first.
-    configs = {"mha": CONFIGS["mha"]} if smoke else SIMULATED_CONFIGS | CONFIGS
-    for name, config in configs.items():
-        config = dataclasses.replace(config, chip=chip.name)
-        problems = {}
-        plans = edge_plans(config)
-        for seed, plan_name in enumerate(list(plans)[1:3] if smoke else plans):
-            case = make_case(config, plans[plan_name], seed)
-            try:
-                harness.check(case, case.expected(), harness.run(_ours(smoke), case))
-            except UnsupportedError as error:
-                emit(part="numbers", config=name, refused=str(error))
-                break
-            except Exception as error:  # whatever it is, the other cases are still of interest
-                problems[plan_name] = f"{type(error).__name__}: {error}"[:300]
-        else:
-            emit(part="numbers", config=name, problems=problems)
-        is_right &= not problems
-    return is_right
+    config = dataclasses.replace(config, chip=_chip().name)
+    problems = {}
+    plans = edge_plans(config)
+    for seed, plan_name in enumerate(list(plans)[1:3] if smoke else plans):
+        case = make_case(config, plans[plan_name], seed)
+        try:
+            harness.check(case, case.expected(), harness.run(_ours(smoke), case))
+        except UnsupportedError as error:
+            emit(part="numbers", config=name, refused=str(error))
+            return True
+        except Exception as error:  # whatever it is, the other cases are still of interest
+            problems[plan_name] = f"{type(error).__name__}: {error}"[:300]
+    emit(part="numbers", config=name, by_mma=by_mma, problems=problems)
+    return not problems
 
 
-def _against_reference(smoke: bool) -> bool:
+def _against_reference(smoke: bool, by_mma: bool) -> bool:
     """bfloat16, contexts of several thousand tokens, decode and prefill rows in one call."""
     import jax
     import numpy as np
@@ -137,16 +172,16 @@ def _against_reference(smoke: bool) -> bool:
     q_lens = [1, 1, 5, 16] if smoke else [1, 1, 1, 17, 700, 1300]
     kv_lens = [3, 60, 40, 16] if smoke else [5, 4097, 8000, 3000, 700, 6500]
     arrays = _arrays(layout, q_lens, kv_lens, num_heads=4 * layout.num_kv_heads)
-    outs = {
-        name: np.asarray(jax.jit(_step(layout, name))(*arrays)[0], np.float32)
+    ours, right = (
+        np.asarray(jax.jit(_step(layout, name))(*arrays)[0], np.float32)
         for name in (_ours(smoke), "reference")
-    }
-    ours, right = outs.values()
+    )
     # Each rounds its weights and its output to bfloat16: 2^-9 of |V|, here below 6, and of the
     # output, in each of the two; float32 sums are far below that.
     error, tolerance = float(np.abs(ours - right).max()), 4 * 2**-9 * 6
     is_right = bool(np.isfinite(ours).all() and error <= tolerance)
-    emit(part="numbers", config="long", max_error=error, tolerance=tolerance, is_right=is_right)
+    figures = {"max_error": error, "tolerance": tolerance, "is_right": is_right}
+    emit(part="numbers", config="long", by_mma=by_mma, **figures)
     return is_right
 
 
@@ -326,15 +361,83 @@ def prefill(smoke: bool) -> None:
         share = rate / matmul_rate
         emit(part="prefill", what=what, seconds=seconds, flops_per_s=rate, of_matmul=share)
 
-    for name in dict.fromkeys((_ours(smoke), "xla")):
-        times = repeats if name != "xla" else 1
-        report(name, _attention_seconds(layout, arrays, name, times))
+    ours = _ours(smoke)
+    report(ours, _attention_seconds(layout, arrays, ours, repeats))
+    if _is_hopper() or smoke:
+        with _by_mma():
+            report(f"{ours}, mma.sync", _attention_seconds(layout, arrays, ours, repeats))
     q, k, v = (a.reshape(rows, length, -1, layout.head_dim) for a in arrays[:3])
     attend = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation="xla" if smoke else "cudnn"
     )
     run = _repeated(attend, repeats)
     report("cuDNN", _seconds(lambda: run(q, k, v)) / repeats)
+    report("xla", _attention_seconds(layout, arrays, "xla", 1))
+
+
+def tune(smoke: bool) -> None:
+    """What scripts/tune.py would measure for decode of Llama-3-8B; the files stay as they are."""
+    import dataclasses
+
+    import jax
+    import tune as tuning
+
+    from pallas_kernels.tuning import forced_sizes
+
+    chip, case = _chip(), tuning.CASES["Llama-3-8B, decode"]
+    case = dataclasses.replace(case, page_size=64)  # the engine's
+    if smoke:
+        case = dataclasses.replace(case, num_heads=4, num_kv_heads=2, num_rows=2, kv_len=64)
+    emit(part="tune", what="chosen", seconds=tuning.measure(chip, case, _ours(smoke)))
+    tried = [{}] if smoke else tuning.gpu_candidates(chip, case)
+    end_s = time.perf_counter() + _TUNE_S
+    for sizes in reversed(tried):  # longer blocks first
+        if time.perf_counter() > end_s:
+            emit(part="tune", what="not tried", **sizes)
+            continue
+        try:
+            with forced_sizes({"gpu_decode": sizes}):
+                seconds = tuning.measure(chip, case, _ours(smoke))
+            emit(part="tune", what="tried", seconds=seconds, **sizes)
+        except jax.errors.JaxRuntimeError as error:
+            emit(part="tune", what=f"does not run: {error}"[:300], **sizes)
+
+
+def matmuls(smoke: bool) -> None:
+    """Eight layers and the logits of a step of 64 and of 1,024 tokens, no attention in them."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve.models import llama
+
+    info = _model(smoke, num_layers=8)
+    params = _random_params(
+        {
+            name: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16)
+            for name, spec in llama.param_specs(info).items()
+        }
+    )
+    num_bytes = sum(x.nbytes for name, x in params.items() if name != "embed")
+
+    def attend(q: Any, k: Any, v: Any, kv_cache: Any, layer: Any) -> Any:
+        del layer
+        return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), kv_cache
+
+    no_cache: Any = ()
+
+    def step(params: dict[str, Any], token_ids: Any) -> Any:
+        positions = jnp.arange(len(token_ids), dtype=jnp.int32)
+        hidden, _ = llama.forward(params, info, token_ids, positions, no_cache, attend)
+        return llama.logits(params, info, hidden[:64])
+
+    for by_triton in (False, True):
+        for num_tokens in (64, 1024):
+            ids = jnp.arange(num_tokens, dtype=jnp.int32) % info.vocab_size
+            run = jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": by_triton})
+            seconds = _seconds(functools.partial(run, params, ids))
+            what, rate = "XLA's own" if by_triton else "cuBLAS", num_bytes / seconds
+            figures = {"tokens": num_tokens, "seconds": seconds, "weight_bytes_per_s": rate}
+            emit(part="matmuls", what=what, **figures)
 
 
 # --- serve ---------------------------------------------------------------------------------------
@@ -345,21 +448,11 @@ def serve(smoke: bool) -> None:
     import tempfile
 
     from jaxserve.cli_flags import config_from_kwargs
-    from jaxserve.config import ModelInfo, resolve_for_model
+    from jaxserve.config import resolve_for_model
     from jaxserve.worker import worker as worker_module
 
     worker_module.load_params = lambda *args: _random_params(worker_module.param_shapes(*args))
-    sizes = (2, 64, 96, 4, 2, 16, 256) if smoke else (32, 4096, 14336, 32, 8, 128, 128_256)
-    names = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size"
-    info = ModelInfo(
-        path="",
-        format="safetensors",
-        architecture="LlamaForCausalLM",
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        **dict(zip(names.split(), sizes, strict=True)),  # pyright: ignore[reportArgumentType]
-    )
+    info = _model(smoke, num_layers=2 if smoke else 32)
     rows, prompt_len, output_len, max_tokens = (4, 8, 8, 16) if smoke else (64, 512, 256, 1024)
     with tempfile.TemporaryDirectory() as directory:
         config = config_from_kwargs(
@@ -376,6 +469,24 @@ def serve(smoke: bool) -> None:
         emit(part="serve", what="ready", seconds=time.perf_counter() - started_s)
         for name, rate in _serve_rates(worker, config, prompt_len, output_len):
             emit(part="serve", what=name, rows=rows, output_tokens_per_s=rate)
+
+
+def _model(smoke: bool, num_layers: int) -> "ModelInfo":
+    """Llama-3-8B, or a tiny one, with so many layers."""
+    from jaxserve.config import ModelInfo
+
+    sizes = (64, 96, 4, 2, 16, 256) if smoke else (4096, 14336, 32, 8, 128, 128_256)
+    names = "hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size"
+    return ModelInfo(
+        path="",
+        format="safetensors",
+        architecture="LlamaForCausalLM",
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        num_layers=num_layers,
+        **dict(zip(names.split(), sizes, strict=True)),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _random_params(shapes: dict[str, Any]) -> dict[str, Any]:
@@ -445,6 +556,8 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "decode": decode,
     "prefill": prefill,
     "serve": serve,
+    "matmuls": matmuls,
+    "tune": tune,
 }
 
 

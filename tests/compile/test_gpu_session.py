@@ -21,7 +21,7 @@ def _run(*argv: str) -> tuple[int, list[dict]]:
 def test_every_part_gives_its_figures():
     code, lines = _run()
     outcomes = {line["part"]: line["outcome"] for line in lines if "outcome" in line}
-    parts = ("environment", "numbers", "decode", "prefill", "serve")
+    parts = ("environment", "numbers", "decode", "prefill", "serve", "matmuls", "tune")
     assert outcomes == dict.fromkeys(parts, "done")
     assert code == 0
     figures = {(line["part"], line.get("what")): line for line in lines}
@@ -29,8 +29,12 @@ def test_every_part_gives_its_figures():
         ("decode", "xla", "of_copy"),
         ("decode", "cuDNN", "of_copy"),
         ("prefill", "xla", "of_matmul"),
+        ("prefill", "xla, mma.sync", "of_matmul"),
         ("prefill", "cuDNN", "of_matmul"),
         ("serve", "second", "output_tokens_per_s"),
+        ("matmuls", "cuBLAS", "weight_bytes_per_s"),
+        ("matmuls", "XLA's own", "weight_bytes_per_s"),
+        ("tune", "tried", "seconds"),
     ):
         assert figures[part, what][figure] > 0
     (numbers,) = (line for line in lines if line.get("config") == "long")
