@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from jaxserve.engine.executor import host_agent
 from jaxserve.engine.executor.remote_hosts import RemoteHosts, agreed_digest
 from jaxserve.engine.executor.workers import WorkersExecutor
 from jaxserve.errors import EngineDeadError, UserError
@@ -176,6 +177,35 @@ def test_other_flags_than_host_0s_are_refused(start: Start):
     executor, _ = start(block_size=32)
     with pytest.raises(UserError, match=f"{NAME} was started with other settings"):
         executor.start()
+
+
+def test_a_host_that_is_refused_ends_whatever_its_workers_do(start: Start):
+    executor, host = start("StuckLoadWorker", block_size=32)
+    with pytest.raises(UserError, match=f"{NAME} was started with other settings"):
+        executor.start()
+    executor.shutdown()
+    assert host.wait(15) == 1
+
+
+def test_a_host_whose_workers_start_sees_that_host_0_is_gone(start: Start):
+    executor, host = start("StuckLoadWorker")
+    hosts = executor._hosts
+    assert hosts is not None
+    deadline_s = time.monotonic() + 15
+    while not hosts._plans.poll(100):  # until it has subscribed
+        assert time.monotonic() < deadline_s
+    hosts._plans.close(linger=0)  # as the kernel would for a dead process
+    hosts._plans = hosts._context.socket(1)
+    assert host.wait(15) == 1
+    assert host.stderr is not None and "host 0 is gone" in host.stderr.read()
+
+
+def test_a_name_that_nobody_knows_is_said(caplog: pytest.LogCaptureFixture):
+    host_agent._warn_if_unknown("[::1]:8470")
+    host_agent._warn_if_unknown("127.0.0.1:8470")
+    assert not caplog.records
+    host_agent._warn_if_unknown("no-such-host.invalid:8470")
+    assert "no-such-host.invalid is not known here yet" in caplog.text
 
 
 def test_a_taken_port_is_named():

@@ -4,11 +4,13 @@ import collections
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from typing import NoReturn
 
 import zmq
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_LOG_LINES = 20
 _LAST_WORDS_MS = 2000
+_SIGNAL_INTERVAL_S = 0.1
+_HOST_0_GONE = "host 0 is gone, or the network to it"
 
 
 class _Stopped(BaseException):
@@ -73,11 +77,14 @@ def run_host(config: EngineConfig, worker_class: str) -> int:
     log = WorkerLog()
     executor = WorkersExecutor(config, worker_class, stderr_fd=log.write_fd)
     failure: Exception | None = None
+    _warn_if_unknown(parallel.coordinator)
     try:
         plans = _subscribe(context, config)
-        reporter.send(HostReady(parallel.host_id, encode_config(executor.start())))
+        lost = plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        config = _StartWatch(plans, lost).run(executor.start)
+        reporter.send(HostReady(parallel.host_id, encode_config(config)))
         logger.info("ready: the workers of host %d wait for host 0", parallel.host_id)
-        _relay(plans, executor, reporter)
+        _relay(plans, lost, executor, reporter)
     except _Stopped as stopped:
         logger.info("stopped")
         if stopped.by_signal:  # before the workers go, so that this is the reason that is given
@@ -104,14 +111,74 @@ def _subscribe(context: zmq.Context, config: EngineConfig) -> zmq.Socket:
     return plans
 
 
-def _relay(plans: zmq.Socket, executor: WorkersExecutor, reporter: "Reporter") -> NoReturn:
+class _StartWatch:
+    """Ends the start of workers, which wait for those of host 0, when that ends or is gone."""
+
+    def __init__(self, plans: zmq.Socket, lost: zmq.Socket):
+        self._plans = plans
+        self._lost = lost
+        self._end: _Stopped | EngineDeadError | None = None
+        self._stop_fd, self._stopper_fd = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="start watch", daemon=True)
+
+    def run(self, start: Callable[[], EngineConfig]) -> EngineConfig:
+        """What `start` returns.
+
+        Raises:
+          _Stopped, EngineDeadError: as `_relay`.
+        """
+        try:
+            self._thread.start()
+            return start()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            os.close(self._stopper_fd)
+            self._thread.join()
+            os.close(self._stop_fd)
+        except _Stopped:  # the thread's signal came late
+            pass
+        if self._end is not None:
+            raise self._end
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for watched in (self._plans, self._lost, self._stop_fd):
+            poller.register(watched, zmq.POLLIN)
+        ready = dict(poller.poll())
+        if self._stop_fd in ready:
+            return
+        if self._plans in ready:  # no steps before this host is ready
+            self._end = _Stopped(self._plans.recv()[NUMBER.size])
+        else:
+            self._end = EngineDeadError(_HOST_0_GONE)
+        main = threading.main_thread().ident
+        assert main is not None
+        # Again and again: a signal just before a system call that waits does not wake it.
+        while not select.select([self._stop_fd], [], [], _SIGNAL_INTERVAL_S)[0]:
+            signal.pthread_kill(main, signal.SIGTERM)
+
+
+def _warn_if_unknown(coordinator: str) -> None:
+    """A name may become known later, as those of pods do, or be mistyped."""
+    name = coordinator.rpartition(":")[0]
+    try:
+        socket.getaddrinfo(name.strip("[]"), None)
+    except OSError as error:
+        logger.warning("--coordinator %s: %s is not known here yet: %s", coordinator, name, error)
+
+
+def _relay(
+    plans: zmq.Socket, lost: zmq.Socket, executor: WorkersExecutor, reporter: "Reporter"
+) -> NoReturn:
     """Hands messages to the workers for ever.
 
     Raises:
       _Stopped: host 0 says so.
       EngineDeadError: a worker failed, or host 0 is gone.
     """
-    lost = plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     failure_fds = executor.failure_fds()
     poller = zmq.Poller()
     for watched in (plans, lost, *failure_fds):
@@ -131,7 +198,7 @@ def _relay(plans: zmq.Socket, executor: WorkersExecutor, reporter: "Reporter") -
             executor.send(message)
             reporter.count(message)
         elif lost in ready:
-            raise EngineDeadError("host 0 is gone, or the network to it")
+            raise EngineDeadError(_HOST_0_GONE)
 
 
 def _last_words(failure: Exception | None, host_id: int, log: "WorkerLog") -> HostFailed | None:
