@@ -26,13 +26,13 @@ from tests.worker.tiny import INFO
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_four_devices_compute_what_one_does():
+def test_meshes_compute_what_one_device_does():
     """In a process of its own, as JAX must know how many devices a CPU shows before it starts."""
-    file = Path(__file__).with_name("on_four_devices.py")
+    file = Path(__file__).with_name("on_eight_devices.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", str(file)],
         cwd=ROOT,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4"},
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8"},
         capture_output=True,
         text=True,
         timeout=600,

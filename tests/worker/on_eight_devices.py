@@ -1,4 +1,4 @@
-"""A mesh of four virtual devices beside one device; `test_sharding` runs this file in a process
+"""Meshes of up to eight virtual devices beside one device; `test_sharding` runs this file in a process
 that has so many."""
 
 import dataclasses
@@ -27,7 +27,7 @@ from tests.worker import tiny
 from tests.worker.checkpoints import write_checkpoint
 
 DEVICES = jax.local_devices()
-assert len(DEVICES) == 4, f"{len(DEVICES)} devices; run tests/worker/test_sharding.py"
+assert len(DEVICES) == 8, f"{len(DEVICES)} devices; run tests/worker/test_sharding.py"
 SEEDED = SamplingParams(max_tokens=99, temperature=3.0, top_k=50, top_p=0.98, min_p=0.01, seed=7)
 
 # heads, KV heads, and what else is hard about them
@@ -96,11 +96,20 @@ def run_steps(info: ModelInfo, mesh: Mesh) -> tuple[list[np.ndarray], list[list[
     return all_logits, all_tokens, forward.as_text()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_tokens_are_those_of_one_device(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [
+        *((name, 4) for name in MODELS),
+        ("one KV head", 8),
+        ("a dummy KV head", 2),
+        ("a dummy KV head", 8),
+        ("an odd vocabulary", 8),
+    ],
+)
+def test_logits_and_tokens_are_those_of_one_device(name, num_devices, tmp_path):
     info = write_checkpoint(tmp_path, **MODELS[name])
     want_logits, want_tokens, _ = run_steps(info, make_mesh(DEVICES[:1]))
-    got_logits, got_tokens, hlo = run_steps(info, make_mesh(DEVICES))
+    got_logits, got_tokens, hlo = run_steps(info, make_mesh(DEVICES[:num_devices]))
     assert sum(map(len, want_tokens)) == 9
     for got, want in zip(got_logits, want_logits, strict=True):
         # Sums are cut into parts, so each rounds differently: twice the error of one device.
@@ -108,14 +117,14 @@ def test_logits_and_tokens_are_those_of_one_device(name, tmp_path):
     assert got_tokens == want_tokens
     collectives = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?\(", hlo)
     # In the loop over layers after attention and after the MLP; of an embedding that is split.
-    assert collectives == ["all-reduce"] * (3 if info.vocab_size % 4 == 0 else 2)
+    assert collectives == ["all-reduce"] * (3 if info.vocab_size % num_devices == 0 else 2)
 
 
 def test_each_device_has_its_share(tmp_path):
     info = write_checkpoint(tmp_path, num_kv_heads=4)
     one, four = (
         (param_shapes(info, jnp.float32, mesh), shapes_of(spec_of(info, mesh)).step.kv_cache)
-        for mesh in (make_mesh(DEVICES[:1]), make_mesh(DEVICES))
+        for mesh in (make_mesh(DEVICES[:1]), make_mesh(DEVICES[:4]))
     )
     assert device_bytes(one[1]) == 4 * device_bytes(four[1])
     norms = 4 * info.hidden_size * (2 * info.num_layers + 1)
@@ -155,7 +164,7 @@ def test_options_scores_and_pooling_are_those_of_one_device(tmp_path):
         2: SamplingParams(max_tokens=9, temperature=0.0, pooling="mean", min_tokens=4),
     }
     outputs = []
-    for mesh in (make_mesh(DEVICES[:1]), make_mesh(DEVICES)):
+    for mesh in (make_mesh(DEVICES[:1]), make_mesh(DEVICES[:4])):
         runner = runner_of(info, mesh)
         runner.warm_up()
         planner = tiny.Planner()
