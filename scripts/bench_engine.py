@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.messages import EngineOutput
+    from jaxserve.messages import EngineCoreRequest, EngineOutput
     from jaxserve.worker.worker import Worker
 
 PROMPT_TOKENS = 32
@@ -109,10 +109,10 @@ def _stream_rate(port: int, concurrency: int, seed: int) -> float:
                 if not data:
                     selector.unregister(client)
                     client.close()
-    return _rate_while_all(stamps.values())
+    return rate_while_all(stamps.values())
 
 
-def _rate_while_all(stamps: Collection[list[float]]) -> float:
+def rate_while_all(stamps: Collection[list[float]]) -> float:
     """From the first token of the last stream to begin to the last token of the first to end."""
     start_s = max(stream[0] for stream in stamps)
     end_s = min(stream[-1] for stream in stamps)
@@ -130,16 +130,10 @@ def bare_main(flags: list[str]) -> None:
     "bare ROWS": the programs of a step in a loop. "async ROWS" and "sync ROWS": an engine core that
     calls them. All on one worker, whose speed depends on where its memory happens to lie.
     """
-    from jaxserve import checkpoint
-    from jaxserve.cli_flags import config_from_kwargs
-    from jaxserve.config import replace, resolve_for_model
+    from jaxserve.config import replace
     from jaxserve.worker.worker import Worker
 
-    pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
-    fields = {k: int(v) if v.isdigit() else v for k, v in pairs.items()}
-    config = config_from_kwargs(model=MODEL, executor="in_process", **fields)
-    info = checkpoint.load_model_info(checkpoint.resolve_model(MODEL))
-    worker = Worker(resolve_for_model(config, info))
+    worker = Worker(engine_config(flags, executor="in_process"))
     config = worker.load()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -150,6 +144,36 @@ def bare_main(flags: list[str]) -> None:
             is_async = side == "async"
             rate = _core_rate(worker, replace(config, async_scheduling=is_async), int(rows))
         print(rate, flush=True)
+
+
+def engine_config(flags: list[str], **fields: str) -> "EngineConfig":
+    """The demo model's, with flags such as --max-num-seqs=32; no more of it is resolved."""
+    from jaxserve import checkpoint
+    from jaxserve.cli_flags import config_from_kwargs
+    from jaxserve.config import resolve_for_model
+
+    pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
+    numbers = {k: int(v) if v.isdigit() else v for k, v in pairs.items()}
+    config = config_from_kwargs(model=MODEL, log_level="error", **numbers | fields)
+    return resolve_for_model(config, checkpoint.load_model_info(checkpoint.resolve_model(MODEL)))
+
+
+def decoding_requests(
+    rows: int, *, seed: int = 0, max_tokens: int = OUTPUT_TOKENS
+) -> "list[EngineCoreRequest]":
+    """One a row, named by its number; those of a seed have prompts of their own."""
+    from jaxserve.messages import EngineCoreRequest, SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    return [
+        EngineCoreRequest(
+            request_id=str(row),
+            prompt_token_ids=_prompt(seed, row),
+            sampling=params,
+            arrival_time_s=time.time(),
+        )
+        for row in range(rows)
+    ]
 
 
 def _bare_rate(worker: "Worker", block_size: int, rows: int) -> float:
@@ -206,7 +230,7 @@ def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
     """Output tokens/s while all rows decode, as `_stream_rate` counts them."""
     from jaxserve.engine.core import EngineCore
     from jaxserve.engine.executor.in_process import InProcessExecutor
-    from jaxserve.messages import EngineCoreOutputs, EngineCoreRequest, SamplingParams
+    from jaxserve.messages import EngineCoreOutputs
 
     stamps: dict[str, list[float]] = {str(row): [] for row in range(rows)}
 
@@ -219,21 +243,14 @@ def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
     executor = InProcessExecutor(config, lambda _: worker)
     executor._worker = worker  # it is loaded
     core = EngineCore(config, executor, emit)
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0)
-    for row in range(rows):
-        request = EngineCoreRequest(
-            request_id=str(row),
-            prompt_token_ids=_prompt(0, row),
-            sampling=params,
-            arrival_time_s=time.time(),
-        )
+    for request in decoding_requests(rows):
         core.inputs.put(core.make_request(request))
     core.take_inputs()
     while core.has_work:
         core.step()
     core.shutdown()
     _release_rows(worker)
-    return _rate_while_all(stamps.values())
+    return rate_while_all(stamps.values())
 
 
 def _release_rows(worker: "Worker") -> None:
@@ -246,11 +263,14 @@ def _release_rows(worker: "Worker") -> None:
 
 
 class Bare:
-    """The process of the sides without HTTP."""
+    """The process of the sides without HTTP.
 
-    def __init__(self, flags: list[str]):
+    script: runs it, when it is given --bare.
+    """
+
+    def __init__(self, flags: list[str], script: str = __file__):
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--bare", *flags],
+            [sys.executable, script, "--bare", *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -315,7 +335,7 @@ def bench_rates(concurrencies: list[int], rounds: int, flags: list[str]) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--skip-start", action="store_true")
