@@ -36,7 +36,7 @@ _WARPGROUP_ROWS = 64
 _NUM_CONSUMERS = _TILE_ROWS // _WARPGROUP_ROWS
 _PRODUCER = _NUM_CONSUMERS
 _PIECE_ROWS = 32  # one tile of 8 a warp
-_RESERVED_BYTES = 4096  # barriers, and what the compiler reduces through
+_RESERVED_BYTES = 2048  # barriers, what CUDA keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,10 @@ def attend(
         grid_names=("block",),
         num_threads=_NUM_CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # no row is more than one warp's
+        ),
         kernel_name="ragged_paged_prefill",
     )(*inputs.values())
 
@@ -198,14 +201,10 @@ def _run(static: _Static, refs: dict[str, Any]) -> None:
 def _registers(static: _Static) -> tuple[int, int]:
     """Of a consumer's thread and of the producer's; at most 512 for one of each warpgroup.
 
-    Those with which ptxas spills least: nothing for heads up to 128; for longer ones up to two
-    words of 16-bit caches and 23 of 8-bit ones, stored and loaded. The output of a long head takes
-    more of a consumer's; converting takes more of the producer's.
+    Those with which ptxas spills nothing, and with some to spare on both sides: the output of a
+    long head takes more of a consumer's; the addresses of many small pages, of the producer's.
     """
-    is_long = static.call.layout.head_dim > 128
-    if static.is_quantized:
-        return (232, 48) if is_long else (208, 88)
-    return (240, 32) if is_long else (216, 80)
+    return (216, 80) if static.call.layout.head_dim > 128 else (200, 112)
 
 
 def _slot(static: _Static, step: Int32[Array, ""]) -> Int32[Array, ""]:
@@ -392,6 +391,9 @@ def _consume(
     ) -> tuple[Softmax, Float32[Array, "M H"]]:
         softmax, acc = carry
         slot, start = _slot(static, step + i), item.first + i * static.problem.context
+        # Asked anew in each turn: descriptors of the queries that outlive it, 2 registers for each
+        # 16 columns, do not fit beside the output of a long head.
+        queries = refs["q_smem"].at[lax.axis_index("warpgroup")]
         plgpu.barrier_wait(refs["k_ready"].at[slot])
 
         def multiply_keys(acc_ref: Any) -> Float32[Array, "M S"]:

@@ -30,11 +30,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("jobs", jobs, ids=map(str, cells))
 
 
-# By head dim, where a kernel may spill: prefill on Hopper, whose accumulator of 64 x 256 leaves few
-# registers, stores up to 92 bytes a thread and loads as many. To be brought to nothing.
-_SPILLED_BYTES = {256: 200}
-
-
 def test_compiles_and_copies_no_cache(
     compilers: Compilers, table: list[str], jobs: tuple[Cell, ...]
 ) -> None:
@@ -50,8 +45,7 @@ def test_compiles_and_copies_no_cache(
         assert not hlo.copies(result.hlo, layer_bytes // 2)
         if explanation.chosen in _KERNELS:
             assert _KERNELS[explanation.chosen] in result.hlo
-        spilled = max((kernel.spilled_bytes for kernel in result.kernels), default=0)
-        assert spilled <= _SPILLED_BYTES.get(cell.head_dim, 0), result.kernels
+        assert not any(kernel.spilled_bytes for kernel in result.kernels), result.kernels
         temp_sizes.add(result.temp_bytes)
     # XLA may have queries or outputs in VMEM in the one program and not in the other.
     spread = max(temp_sizes) - min(temp_sizes)

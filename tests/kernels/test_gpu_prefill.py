@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import gpu_prefill
+from pallas_kernels.ragged_paged_attention import gpu_prefill, gpu_prefill_wgmma
 from tests.kernels import gpu_simulator
 from tests.kernels.cases import Config, RowPlan, make_case
 from tests.kernels.gpu_calls import attention_call, gpu_call, rows_of
@@ -82,3 +82,11 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_matches_oracle(name):
     check(dataclasses.replace(BASE, chip=name[:4], **CONFIGS[name]), MIXED)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_wgmma_has_a_block_on_its_way_while_another_is_computed(head_dim, kv_dtype):
+    config = dataclasses.replace(BASE, chip="h100", head_dim=head_dim, kv_dtype=kv_dtype)
+    sizes = gpu_prefill_wgmma.block_sizes(attention_call(config, _NUM_CORES))
+    assert sizes.num_stages >= 2
