@@ -5,9 +5,9 @@
     python scripts/gpu_session.py --smoke      tiny shapes, plain JAX in place of the kernels: a CPU
 
 Needs an NVIDIA driver, jax[cuda12] or jax[cuda13] from 0.11.2 on, jaxtyping and the files of this
-repository. Beside those `numbers` needs hypothesis, and `serve` msgspec, llguidance, gguf,
-tokenizers, jinja2, prometheus-client, psutil, tqdm, pyyaml and safetensors. What is missing is
-printed first; a part that cannot run says why, and the others run.
+repository. Beside those `numbers` needs hypothesis and pytest, `matmuls` msgspec, and `serve` that,
+llguidance, gguf, tokenizers, jinja2, prometheus-client, psutil, tqdm, pyyaml and safetensors. What
+is missing is printed first; a part that cannot run says why, and the others run.
 
 Every part is a process with a time limit of its own and prints JSON lines, each as soon as its
 figure is known, so that a part that is cut off loses what it had not measured and nothing else.
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _NEEDED = (
-    "jax jaxlib jaxtyping numpy ml_dtypes hypothesis msgspec llguidance gguf tokenizers jinja2 "
+    "jax jaxlib jaxtyping numpy ml_dtypes hypothesis pytest msgspec llguidance gguf tokenizers "
 )
-_NEEDED += "prometheus_client psutil tqdm yaml safetensors"
+_NEEDED += "jinja2 prometheus_client psutil tqdm yaml safetensors"
 # Seconds each part may take, all of them less than six minutes. A shared CPU gets ten times that.
-_LIMITS = {"environment": 20, "numbers": 75, "decode": 40, "prefill": 50, "serve": 95}
+_LIMITS = {"environment": 25, "numbers": 75, "decode": 40, "prefill": 45, "serve": 95}
 _LIMITS |= {"tune": 35, "matmuls": 40}
-_TUNE_S = 25  # after which no further sizes are begun
+_TUNE_S = 18  # after which no further sizes are begun
 
 
 def emit(**figures: Any) -> None:
