@@ -54,6 +54,8 @@ from pallas_kernels.ragged_paged_attention.tpu_prefill_tile import (
 
 _BUFFERS = 2  # blocks of K and V: one is used, one awaited
 _MAX_QUERIES, _MAX_ROWS, _MAX_KEYS = 512, 2048, 1024  # by default
+_FEW_QUERIES = 16  # of a tile of a row that has few: at most this share of a large tile
+_FEW_SHARE = 8
 _SUBLANES = 16  # of the smallest tile of queries, also of bfloat16
 
 
@@ -75,11 +77,20 @@ class _Row(NamedTuple):
 
 def default_sizes(call: AttentionCall, num_tokens: int) -> PrefillSizes:
     """Tuned ones; else as many rows as keep the matrix units busy, and all keys that fit VMEM."""
-    tuned = call.tuned_sizes("tpu_prefill")
+    return _sizes(call, num_tokens, "tpu_prefill", _MAX_QUERIES)
+
+
+def few_sizes(call: AttentionCall, num_tokens: int) -> PrefillSizes:
+    """The same of rows that have few new tokens."""
+    return _sizes(call, num_tokens, "tpu_prefill_few", _FEW_QUERIES)
+
+
+def _sizes(call: AttentionCall, num_tokens: int, kernel: str, num_queries: int) -> PrefillSizes:
+    tuned = call.tuned_sizes(kernel)
     if tuned is not None:
         return PrefillSizes(**tuned)
     room = _vmem_limit(call.chip) * 9 // 10
-    sizes = PrefillSizes(_MAX_QUERIES, _MAX_KEYS)
+    sizes = PrefillSizes(num_queries, _MAX_KEYS)
 
     def shape() -> Shape:
         return _shape_of(call, num_tokens, sizes)
@@ -94,17 +105,30 @@ def default_sizes(call: AttentionCall, num_tokens: int) -> PrefillSizes:
 
 
 def prefill(
-    tpu_call: TpuCall,
-    out: Float[Array, "T N H"],
-    kv_cache: KVCache,
-    sizes: PrefillSizes | None = None,
+    tpu_call: TpuCall, out: Float[Array, "T N H"], kv_cache: KVCache
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """Of rows of more than one new token: writes K and V to the cache and the outputs to `out`.
 
-    Both are updated in place; nothing else in them changes.
+    Both are updated in place; nothing else in them changes. Where a tile of queries is large, rows
+    that would fill little of it, as speculation and the ends of prompts make them, are taken by a
+    program of their own, in small tiles.
     """
     call, num_tokens = tpu_call.call, tpu_call.q.shape[0]
-    shape = _shape_of(call, num_tokens, sizes or default_sizes(call, num_tokens))
+    shape = _shape_of(call, num_tokens, default_sizes(call, num_tokens))
+    few_shape = _shape_of(call, num_tokens, few_sizes(call, num_tokens))
+    most = shape.num_queries // _FEW_SHARE
+    if most >= few_shape.num_queries:
+        few_shape = dataclasses.replace(few_shape, q_lens=(2, most))
+        out, kv_cache = _prefill_rows(few_shape, tpu_call, out, kv_cache)
+        shape = dataclasses.replace(shape, q_lens=(most + 1, num_tokens))
+    return _prefill_rows(shape, tpu_call, out, kv_cache)
+
+
+def _prefill_rows(
+    shape: Shape, tpu_call: TpuCall, out: Float[Array, "T N H"], kv_cache: KVCache
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    """`prefill` of the rows whose new tokens are within `q_lens`."""
+    call, num_tokens = tpu_call.call, tpu_call.q.shape[0]
     tiled_tokens = max(-(-num_tokens // _SUBLANES) * _SUBLANES, shape.num_queries)
     q = _pack_heads(shape, tpu_call.q, tiled_tokens)
     is_packed = q.shape == out.shape
@@ -133,7 +157,9 @@ def prefill(
     tokens = jnp.arange(num_tokens)[:, None]
     is_row = jnp.arange(tpu_call.kv_lens.shape[0]) < tpu_call.num_rows[0]
     starts, ends = tpu_call.cu_q_lens[:-1], tpu_call.cu_q_lens[1:]
-    is_own = (is_row & (ends - starts > 1) & (starts <= tokens) & (tokens < ends)).any(axis=1)
+    is_own = (is_row & shape.takes(ends - starts) & (starts <= tokens) & (tokens < ends)).any(
+        axis=1
+    )
     out = jnp.where(is_own[:, None, None], unpacked, out)
     return out, KVCache(k_cache, v_cache)
 
@@ -154,6 +180,7 @@ def _shape_of(call: AttentionCall, num_tokens: int, sizes: PrefillSizes) -> Shap
         group_heads=group_heads,
         token_heads=-(-num_groups * group_heads // 8) * 8,
         num_queries=min(sizes.num_queries, -(-num_tokens // _SUBLANES) * _SUBLANES),
+        q_lens=(2, num_tokens),
         block_pages=block_pages,
         write=write_sizes(layout),
     )
@@ -251,7 +278,7 @@ def _call_kernel(shape: Shape, *operands: Shaped[Array, "..."]) -> tuple[Shaped[
             *write_scratch(shape.write, call.layout),
         ],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_vmem_limit(call.chip)),
-        name="ragged_paged_prefill",
+        name="ragged_paged_prefill_{}_to_{}".format(*shape.q_lens),
     )
     return tuple(call_kernel(*operands))
 
@@ -268,20 +295,21 @@ def _kernel(shape: Shape, *all_refs: Any) -> None:
     def one_row(r: Int32[Array, ""], num_done: Int32[Array, ""]) -> Int32[Array, ""]:
         start = refs.cu_q_lens[r]
         q_len = refs.cu_q_lens[r + 1] - start
+        is_own = shape.takes(q_len)
 
-        @pl.when((q_len > 1) & (num_done == 0))
+        @pl.when(is_own & (num_done == 0))
         def _() -> None:
             for buffers in (refs.keys, refs.values):
                 buffers[...] = jnp.zeros(buffers.shape, buffers.dtype)
 
-        @pl.when(q_len > 1)
+        @pl.when(is_own)
         def _() -> None:
             row = _Row(start, refs.kv_lens[r] - q_len, q_len)
             _load_table(shape, refs, r, refs.kv_lens[r])
             write_row(write_refs, shape.write, layer, refs.table, RowWrite(*row))
             _attend_row(shape, refs, layer, row)
 
-        return num_done + (q_len > 1).astype(jnp.int32)
+        return num_done + is_own.astype(jnp.int32)
 
     jax.lax.fori_loop(0, refs.num_rows[0], one_row, jnp.int32(0))
 

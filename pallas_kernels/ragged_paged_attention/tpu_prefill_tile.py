@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 from pallas_kernels.ragged_paged_attention.tpu_common import (
@@ -43,6 +43,7 @@ class Shape:
     group_heads: query heads of a group; with pad heads where K has some.
     token_heads: query heads of a token in memory, padded so that a token is whole tiles.
     num_queries: tokens of a tile of queries.
+    q_lens: the fewest and the most new tokens of the rows that it is for.
     block_pages: pages of a block of K.
     """
 
@@ -52,8 +53,13 @@ class Shape:
     group_heads: int
     token_heads: int
     num_queries: int
+    q_lens: tuple[int, int]
     block_pages: int
     write: WriteSizes
+
+    def takes(self, q_len: Int32[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether rows of so many new tokens are this one's."""
+        return (q_len >= self.q_lens[0]) & (q_len <= self.q_lens[1])
 
     @property
     def num_keys(self) -> int:
@@ -104,6 +110,16 @@ class Shape:
             heads -= 1
         size = heads * self.num_queries
         return [slice(start, start + size) for start in range(0, self.rows, size)]
+
+    @property
+    def delays_weights(self) -> bool:
+        """Whether the compiler must be kept from making weights long before they are used.
+
+        On tpu7x it makes so many while the matrix units are given their first values that not all
+        can wait in registers, and that many wait until the end. Elsewhere results of products take
+        registers and time in between.
+        """
+        return self.call.chip.name == "tpu7x"
 
     def place(self, head: int) -> tuple[int, Any]:
         """The group of a query head, and its rows there."""
@@ -319,8 +335,11 @@ def _attend_group(
     lanes = pl.ds(pl.multiple_of(group * shape.width, shape.width), shape.width)
 
     # Two conditions that always hold: what is in one of them is put in order by itself, and the
-    # compiler no longer lets weights wait in registers for scores that are not there yet.
-    @pl.when(group >= 0)
+    # compiler no longer lets weights wait in registers for scores that are not there yet. It knows
+    # the group where there is but one, and the conditions with it; the buffer it never knows.
+    unknown = buffer if shape.num_groups == 1 else group
+
+    @pl.when(unknown >= 0)
     def _() -> None:
         for rows in shape.parts:
             keys = _elements(shape, refs.keys.at[buffer, pl.ds(page, num_pages), :, lanes])
@@ -329,11 +348,11 @@ def _attend_group(
     part_pages = math.gcd(num_pages, shape.part_pages)
     parts = [(rows, i) for i in range(0, num_pages, part_pages) for rows in shape.parts]
 
-    @pl.when(group <= shape.num_groups)
+    @pl.when(unknown <= max(1, shape.num_groups))
     def _() -> None:
         for done, todo in zip([None, *parts], [*parts, None], strict=True):
             if todo is not None:
-                _weigh(refs, group, todo[0], shape.keys_of(todo[1], part_pages))
+                _weigh(shape, refs, group, todo[0], shape.keys_of(todo[1], part_pages))
             if done is not None:
                 rows, pages = done[0], pl.ds(page + done[1], part_pages)
                 values = _elements(shape, refs.values.at[buffer, pages, :, lanes])
@@ -364,10 +383,13 @@ def _score(
     refs.acc[group, rows] *= jnp.concatenate([fading] * (shape.width // LANES), axis=1)
 
 
-def _weigh(refs: Refs, group: Int32[Array, ""], rows: slice, keys: slice) -> None:
+def _weigh(shape: Shape, refs: Refs, group: Int32[Array, ""], rows: slice, keys: slice) -> None:
     """Weights of some rows and keys, and their sum so far."""
     repeats = (keys.stop - keys.start) // LANES
-    peak = jnp.concatenate([refs.peak[group, rows]] * repeats, axis=1)
+    peak = refs.peak[group, rows]
+    if shape.delays_weights:
+        peak = pltpu.roll(peak, 1, 1)  # the same in all lanes: only takes time
+    peak = jnp.concatenate([peak] * repeats, axis=1)
     weights = jnp.exp2(refs.scores[rows, keys] - peak)
     refs.weights[rows, keys] = weights.astype(refs.weights.dtype)
     # Lane tiles are added to each other first: they do not wait in registers for the sum so far.
