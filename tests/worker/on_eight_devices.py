@@ -1,7 +1,8 @@
-"""Meshes of up to eight virtual devices beside one device; `test_sharding` runs this file in a process
-that has so many."""
+"""Meshes of up to eight virtual devices beside one device; `test_sharding` runs this file in a
+process that has so many."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -96,6 +97,19 @@ def run_steps(info: ModelInfo, mesh: Mesh) -> tuple[list[np.ndarray], list[list[
     return all_logits, all_tokens, forward.as_text()
 
 
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory: pytest.TempPathFactory):
+    """By name of the model: its checkpoint, and what one device makes of the steps."""
+
+    @functools.cache
+    def run(name: str) -> tuple[ModelInfo, list[np.ndarray], list[list[int]]]:
+        info = write_checkpoint(tmp_path_factory.mktemp("model"), **MODELS[name])
+        logits, tokens, _ = run_steps(info, make_mesh(DEVICES[:1]))
+        return info, logits, tokens
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [
@@ -106,9 +120,8 @@ def run_steps(info: ModelInfo, mesh: Mesh) -> tuple[list[np.ndarray], list[list[
         ("an odd vocabulary", 8),
     ],
 )
-def test_logits_and_tokens_are_those_of_one_device(name, num_devices, tmp_path):
-    info = write_checkpoint(tmp_path, **MODELS[name])
-    want_logits, want_tokens, _ = run_steps(info, make_mesh(DEVICES[:1]))
+def test_logits_and_tokens_are_those_of_one_device(name, num_devices, on_one_device):
+    info, want_logits, want_tokens = on_one_device(name)
     got_logits, got_tokens, hlo = run_steps(info, make_mesh(DEVICES[:num_devices]))
     assert sum(map(len, want_tokens)) == 9
     for got, want in zip(got_logits, want_logits, strict=True):
