@@ -257,6 +257,7 @@ class MetricsReport(msgspec.Struct, frozen=True, array_like=True, tag="metrics")
 
     call_id: int
     counts: bytes
+    client_idx: int
 
 
 PeerMessage = ApiServerReady | StartServing | MetricsRequest | MetricsReport

@@ -124,14 +124,15 @@ def spawn(
     return Child(name, popen, life_write_fd, death_fd)
 
 
-def stop_all(children: Sequence[Child], timeout_s: float) -> None:
-    """Releases all; those that still live after timeout_s are killed. All are dead afterwards."""
+def stop_all(children: Sequence[Child], timeout_s: float, *, level: int = logging.WARNING) -> None:
+    """Releases all; those that still live after timeout_s are killed, and that is logged. All are
+    dead afterwards."""
     deadline_s = time.monotonic() + timeout_s
     for child in children:
         child.release()
     for child in children:
         if not child.wait(deadline_s - time.monotonic()):
-            logging.getLogger(__name__).warning("%s does not exit; killing it", child.name)
+            logging.getLogger(__name__).log(level, "%s does not exit; killing it", child.name)
             child.kill()
         child.close()
 

@@ -37,6 +37,11 @@ class QueueFullError(RequestError):
         )
 
 
+def shutting_down() -> RequestError:
+    """What requests get when the server ends as it was told to."""
+    return RequestError("The server is shutting down.", status=503)
+
+
 class CoreClient(Protocol):
     """What AsyncLLM needs of engine cores that are ready."""
 
@@ -163,7 +168,7 @@ class AsyncLLM:
         says that the server is shutting down. The engine itself is the caller's to end."""
         if self._receiver is not None:
             self._receiver.cancel()
-        self._fail(error or RequestError("The server is shutting down.", status=503))
+        self._fail(error or shutting_down())
 
     async def _receive(self) -> None:
         try:

@@ -48,10 +48,14 @@ class Coordinator:
         self._hash_blocks = cache.enable_prefix_caching
         self._block_size = 0
         self._placement = Placement(len(self._engines))
+        self._num_ready = 0
         self._is_running = True
 
     def run(self) -> None:
         """Until an API server sends Shutdown, which is passed on first."""
+        # What comes in waits for this, so whoever gets an answer knows that all are connected.
+        while self._num_ready < len(self._engines):
+            self._take_report(self._stats.recv())
         poller = zmq.Poller()
         poller.register(self._input, zmq.POLLIN)
         poller.register(self._stats, zmq.POLLIN)
@@ -77,6 +81,7 @@ class Coordinator:
             self._block_size = config.cache.block_size
             rank = config.parallel.data_parallel_rank
             self._placement.set_num_kv_blocks(rank, config.cache.num_kv_blocks)
+            self._num_ready += 1
         elif isinstance(message, EngineCoreOutputs):
             self._placement.observe(message.engine_idx, message.stats)
         # An engine core that dies says so here too; the API servers and the first process act.

@@ -1,6 +1,7 @@
 """The engine as the first process has it: it starts the others, talks to them and ends them."""
 
 import asyncio
+import logging
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core_connection import CoreConnection
@@ -37,6 +38,7 @@ class AsyncCoreClient:
         self._connection: CoreConnection | None = None
         self._shutdown_lock = asyncio.Lock()
         self._is_ready = False
+        self._has_exited = False  # a process, by itself
         self._is_shut_down = False
 
     @property
@@ -98,6 +100,7 @@ class AsyncCoreClient:
                 self._is_shut_down = True
 
     def _on_death(self, how: str) -> None:
+        self._has_exited = True
         self.connection.announce(EngineDead(reason=how))
 
     async def _shutdown(self) -> None:
@@ -107,8 +110,10 @@ class AsyncCoreClient:
             is_dead = self._connection is not None and self._connection.dead is not None
             if self._is_ready and not is_dead:
                 self.send(Shutdown())
-            if self._is_ready or is_dead:
+            if (self._is_ready or is_dead) and not self._has_exited:
                 await self._processes.wait(_ASK_TIMEOUT_S, first_core_only=is_dead)
-            await self._processes.end(_TELL_TIMEOUT_S)
+            # What is still being imported does not see that it shall exit.
+            level = logging.WARNING if self._is_ready else logging.DEBUG
+            await self._processes.end(_TELL_TIMEOUT_S, level=level)
         if self._connection is not None:
             self._connection.close()

@@ -18,6 +18,7 @@ from jaxserve.messages import (
     EngineInput,
     EngineOutput,
     EngineReady,
+    MetricsRequest,
     PeerMessage,
     StartServing,
     UtilityCall,
@@ -60,7 +61,7 @@ class CoreConnection:
                 self._peers[peer_idx] = self._socket(zmq.PUSH)
                 self._peers[peer_idx].connect(address)
         self._received: deque[bytes] = deque()
-        self._early: deque[EngineOutput] = deque()  # what came before anybody could use it
+        self._early: deque[ApiServerInput] = deque()  # what came before anybody could use it
         self._arrival: asyncio.Future[None] | None = None  # what `recv` waits for
         self._is_ready = False
         self.dead: EngineDead | None = None
@@ -130,10 +131,8 @@ class CoreConnection:
         """The next message of an engine core. When one is dead, in whatever way, it is EngineDead,
         and stays it. May be cancelled; nothing is lost.
         """
-        if self._early:
-            return self._early.popleft()
         while True:
-            message = await self._recv()
+            message = self._early.popleft() if self._early else await self._recv()
             if not isinstance(message, PeerMessage):
                 return message
             if self.on_peer_message is not None:
@@ -182,7 +181,7 @@ class CoreConnection:
             if message.fix is not None:
                 raise UserError(message.reason, fix=message.fix)
             raise EngineDeadError(message.reason)
-        if isinstance(message, EngineCoreOutputs):
+        if isinstance(message, EngineCoreOutputs | MetricsRequest):
             self._early.append(message)
         return message
 

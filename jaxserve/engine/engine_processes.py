@@ -1,6 +1,7 @@
 """The processes that the first one starts and ends: engine cores, coordinator, more API servers."""
 
 import asyncio
+import logging
 import shutil
 import tempfile
 import weakref
@@ -95,15 +96,15 @@ class EngineProcesses:
         else:
             await asyncio.wait(self._exits.values(), timeout=timeout_s)
 
-    async def end(self, timeout_s: float) -> None:
-        """Tells all to exit, kills those that live on after that time."""
+    async def end(self, timeout_s: float, *, level: int = logging.WARNING) -> None:
+        """Tells all to exit, kills those that live on after that time, which is logged."""
         self.expect_exits()
         for child in self._all:
             child.release()
         await self.wait(timeout_s)
         for child in self._all:
             self._loop.remove_reader(child.death_fd)
-        processes.stop_all(self._all, timeout_s=0.0)
+        processes.stop_all(self._all, timeout_s=0.0, level=level)
         self.remove_sockets()
 
     @property

@@ -7,19 +7,21 @@ closes its life pipe.
 import asyncio
 import logging
 import os
+import select
 import socket
 import sys
 import threading
 from pathlib import Path
 
 import uvloop
+import zmq
 
 from jaxserve import processes
 from jaxserve.config import EngineConfig, decode_config
 from jaxserve.engine.core_connection import CoreConnection
 from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.grammars.pieces import STACK_BYTES
-from jaxserve.logs import print_user_error, setup_logging
+from jaxserve.logs import setup_logging
 from jaxserve.messages import ApiServerStart, decode_api_server_start
 from jaxserve.server.api_server import ApiServer, load_text
 from jaxserve.server.security import make_ssl_context
@@ -83,9 +85,13 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what odd clients send
     try:
         asyncio.run(_serve(start, life_fd), loop_factory=uvloop.new_event_loop)
-    except UserError as error:
-        print_user_error(error)
+    except UserError as error:  # the first process has it too, and says how to mend it
+        logger.debug("not started: %s", error.problem)
         sys.exit(2)
+    except zmq.ZMQError:
+        if select.select([life_fd], [], [], 0)[0]:  # told to exit: the sockets are gone
+            sys.exit(0)
+        raise
     except EngineDeadError as error:
         logger.error("not started: %s", error)
         sys.exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxserve import checkpoint
 from jaxserve.checkpoint.tokenizer import Tokenizer
 from jaxserve.config import EngineConfig
-from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.async_llm import AsyncLLM, shutting_down
 from jaxserve.engine.core_connection import CoreConnection
 from jaxserve.engine.detokenizer import DetokenizerFactory
 from jaxserve.engine.input_processor import InputProcessor
@@ -68,6 +68,7 @@ class ApiServer:
             max_num_queued=-(-server.max_num_queued_reqs // num_servers),
             max_num_queued_tokens=-(-server.max_num_queued_tokens // num_servers),
         )
+        self._peers = Peers(connection, metrics)
         self._context = ServerContext(
             config=config,
             llm=self._llm,
@@ -77,7 +78,7 @@ class ApiServer:
             detokenizers=detokenizers,
             metrics=metrics,
             created_s=int(time.time()),
-            peers=Peers(connection, metrics),
+            peers=self._peers,
         )
 
     async def run(
@@ -108,6 +109,7 @@ class ApiServer:
         stopping = asyncio.create_task(stop.wait())
         logging_load = asyncio.create_task(log_load(context.metrics))
         await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        self._peers.close(self._llm.dead_error or shutting_down())
         if dying.done():
             logger.error("the engine is dead; ending in %g s: %s", DEAD_GRACE_S, dying.result())
             await asyncio.wait({serving, stopping}, timeout=DEAD_GRACE_S)

@@ -77,9 +77,11 @@ class Operations:
         await send_bytes(send, page, CONTENT_TYPE.encode())
 
     async def reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /reset_prefix_cache: 409 when blocks are in use."""
+        """POST /reset_prefix_cache: 409 when blocks are in use; idle engine cores are reset."""
         if not await self._context.llm.reset_prefix_cache():
-            raise RequestError("KV blocks are in use; nothing was reset.", status=409)
+            several = self._context.config.parallel.data_parallel_size > 1
+            rest = "only idle engine cores were" if several else "nothing was"
+            raise RequestError(f"KV blocks are in use; {rest} reset.", status=409)
         await send_json(send, Status())
 
     async def adapters(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -47,6 +47,7 @@ def serve(config: EngineConfig, *, worker_class: str = WORKER_CLASS) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what odd clients send
     config = _with_hosts(config)
     if config.parallel.host_id:
+        setup_logging(config.server.log_level, f"host-{config.parallel.host_id}")
         try:
             return run_host(_resolve(config)[0], worker_class)
         except EngineDeadError as error:

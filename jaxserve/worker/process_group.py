@@ -76,21 +76,30 @@ def _show_devices_of_engine(parallel: ParallelConfig) -> None:
     """
     num_devices = parallel.num_devices
     first = parallel.data_parallel_rank * num_devices
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = visible.split(",") if visible else [str(i) for i in range(first + num_devices)]
-    if len(gpus) < first + num_devices:
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES has {len(gpus)} devices, not the "
-            f"{parallel.data_parallel_size * num_devices} of --data-parallel-size and --mesh.",
-            fix="Use a smaller --data-parallel-size or --mesh.",
-        )
-    os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num_devices])}
+    gpus = _share(os.environ.get("CUDA_VISIBLE_DEVICES"), first, num_devices)
+    chips = _share(os.environ.get("TPU_VISIBLE_CHIPS"), first, num_devices)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": gpus}
     if num_devices in _TPU_HOSTS:
         os.environ |= {
-            "TPU_VISIBLE_CHIPS": ",".join(str(first + i) for i in range(num_devices)),
+            "TPU_VISIBLE_CHIPS": chips,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_HOSTS[num_devices],
             "TPU_PROCESS_BOUNDS": "1,1,1",
         }
+
+
+def _share(visible: str | None, first: int, count: int) -> str:
+    """So many of the visible devices, from the first on; all are where nothing says which, and none
+    where the operator hides them."""
+    if visible == "":
+        return ""
+    devices = visible.split(",") if visible else [str(i) for i in range(first + count)]
+    if len(devices) < first + count:
+        raise UserError(
+            f"{len(devices)} devices are visible ({visible}), and engine core {first // count} of "
+            f"--data-parallel-size needs {count} behind the first {first}.",
+            fix="Use a smaller --data-parallel-size or --mesh, or show more devices.",
+        )
+    return ",".join(devices[first : first + count])
 
 
 def _give_tpu_chip(group: ProcessGroup, engine_idx: int) -> None:

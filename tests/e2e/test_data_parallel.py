@@ -160,8 +160,11 @@ def test_what_falls_together(tmp_path, victim, words):
             assert re.search(words, last_event(stream)["error"]["message"])
         status, health = server.get("/health")
         assert status == 503 and re.search(words, health.decode())
+        status, page = server.get("/metrics")  # of one that can ask nobody any more
+        assert status == 503 and re.search(words, page.decode())
         assert wait_gone(server, family, 10) == 1, server.log
         assert re.search(words, server.log.strip().splitlines()[-1])
+        assert "Traceback" not in server.log
     assert left_behind() <= before
 
 

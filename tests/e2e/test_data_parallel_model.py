@@ -1,4 +1,4 @@
-"""The demo model twice, over two virtual devices each, behind two API servers: the tokens of one."""
+"""The demo model twice, on two virtual devices each, behind two API servers: the tokens of one."""
 
 import json
 from collections import Counter

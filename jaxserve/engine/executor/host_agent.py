@@ -77,8 +77,8 @@ def run_host(config: EngineConfig, worker_class: str) -> int:
     log = WorkerLog()
     executor = WorkersExecutor(config, worker_class, stderr_fd=log.write_fd)
     failure: Exception | None = None
-    _warn_if_unknown(parallel.coordinator)
     try:
+        _warn_if_unknown(parallel.coordinator)
         plans = _subscribe(context, config)
         lost = plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         config = _StartWatch(plans, lost).run(executor.start)
