@@ -1,8 +1,10 @@
-"""What an orchestrator's environment says of the hosts that shall share one model."""
+"""What the environment says of the hosts that shall share one model, and of their devices."""
 
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from jaxserve.errors import UserError
 
 DEFAULT_PORT = 8470
 
@@ -32,6 +34,29 @@ def detect_hosts(environ: Mapping[str, str]) -> Hosts | None:
         if found.num_hosts > 1:
             return found
     return None
+
+
+def share_of_devices(environ: Mapping[str, str], first: int, count: int) -> dict[str, str]:
+    """What shows a process `count` of the host's accelerators, those behind the first `first`.
+
+    Of those that CUDA_VISIBLE_DEVICES and TPU_VISIBLE_CHIPS name, where they are set. Set to
+    nothing they hide all, and that stays so.
+
+    Raises:
+      UserError: there are not so many.
+    """
+    share = {}
+    for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"):
+        visible = environ.get(name)
+        devices = visible.split(",") if visible else [str(i) for i in range(first + count)]
+        if len(devices) < first + count:
+            raise UserError(
+                f"{name} shows {len(devices)} devices ({visible}), and engine core "
+                f"{first // count} of --data-parallel-size needs {count} behind the first {first}.",
+                fix="Use a smaller --data-parallel-size or --mesh, or show more devices.",
+            )
+        share[name] = "" if visible == "" else ",".join(devices[first : first + count])
+    return share
 
 
 def _leader_worker_set(environ: Mapping[str, str]) -> Hosts:

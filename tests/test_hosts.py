@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxserve.hosts import Hosts, detect_hosts
+from jaxserve.errors import UserError
+from jaxserve.hosts import Hosts, detect_hosts, share_of_devices
 
 LWS = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "llm-0.llm.default"}
 TPU = {"TPU_WORKER_HOSTNAMES": "tpu-0.svc,tpu-1.svc", "TPU_WORKER_ID": "1"}
@@ -45,3 +46,25 @@ def test_hosts_are_those_of_the_environment(environ, hosts):
 def test_the_first_node_of_slurms_short_list(nodes, first):
     found = detect_hosts(SLURM | {"SLURM_STEP_NODELIST": nodes})
     assert found is not None and found.coordinator == f"{first}:8470"
+
+
+@pytest.mark.parametrize(
+    ("visible", "first", "count", "share"),
+    [
+        (None, 0, 2, "0,1"),
+        (None, 4, 2, "4,5"),
+        ("4,5,6,7", 2, 2, "6,7"),
+        ("GPU-a,GPU-b", 1, 1, "GPU-b"),
+        ("", 2, 2, ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"])
+def test_an_engine_core_has_its_share_of_the_visible_devices(name, visible, first, count, share):
+    environ = {} if visible is None else {name: visible}
+    assert share_of_devices(environ, first, count)[name] == share
+
+
+def test_an_engine_core_without_devices_is_refused():
+    words = r"CUDA_VISIBLE_DEVICES shows 3 devices \(5,6,7\), and engine core 1"
+    with pytest.raises(UserError, match=words):
+        share_of_devices({"CUDA_VISIBLE_DEVICES": "5,6,7"}, 2, 2)

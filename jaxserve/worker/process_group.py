@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxserve.config import EngineConfig, ParallelConfig
 from jaxserve.errors import UserError
+from jaxserve.hosts import share_of_devices
 from jaxserve.messages import ProcessGroup
 
 _START_TIMEOUT_S = 600  # hosts may be started minutes after each other
@@ -76,30 +77,12 @@ def _show_devices_of_engine(parallel: ParallelConfig) -> None:
     """
     num_devices = parallel.num_devices
     first = parallel.data_parallel_rank * num_devices
-    gpus = _share(os.environ.get("CUDA_VISIBLE_DEVICES"), first, num_devices)
-    chips = _share(os.environ.get("TPU_VISIBLE_CHIPS"), first, num_devices)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": gpus}
+    os.environ |= share_of_devices(os.environ, first, num_devices)
     if num_devices in _TPU_HOSTS:
         os.environ |= {
-            "TPU_VISIBLE_CHIPS": chips,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_HOSTS[num_devices],
             "TPU_PROCESS_BOUNDS": "1,1,1",
         }
-
-
-def _share(visible: str | None, first: int, count: int) -> str:
-    """So many of the visible devices, from the first on; all are where nothing says which, and none
-    where the operator hides them."""
-    if visible == "":
-        return ""
-    devices = visible.split(",") if visible else [str(i) for i in range(first + count)]
-    if len(devices) < first + count:
-        raise UserError(
-            f"{len(devices)} devices are visible ({visible}), and engine core {first // count} of "
-            f"--data-parallel-size needs {count} behind the first {first}.",
-            fix="Use a smaller --data-parallel-size or --mesh, or show more devices.",
-        )
-    return ",".join(devices[first : first + count])
 
 
 def _give_tpu_chip(group: ProcessGroup, engine_idx: int) -> None:

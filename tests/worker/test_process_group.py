@@ -13,7 +13,6 @@ from jaxserve.config import EngineConfig, resolve_for_model
 from jaxserve.engine.executor import WORKER_CLASS
 from jaxserve.engine.executor.workers import WorkersExecutor
 from jaxserve.errors import EngineDeadError, UserError
-from jaxserve.worker import process_group
 from tests.worker import tiny
 from tests.worker.checkpoints import write_checkpoint
 
@@ -81,22 +80,3 @@ def test_two_processes_answer_as_one_and_the_death_of_one_is_named(executor, tmp
 def test_shares_that_cannot_be_are_refused(flags, message, tmp_path):
     with pytest.raises(UserError, match=message):
         resolve_for_model(configs.replace(EngineConfig(), **flags), tiny.INFO)
-
-
-@pytest.mark.parametrize(
-    ("visible", "first", "count", "share"),
-    [
-        (None, 0, 2, "0,1"),
-        (None, 4, 2, "4,5"),
-        ("4,5,6,7", 2, 2, "6,7"),
-        ("GPU-a,GPU-b", 1, 1, "GPU-b"),
-        ("", 2, 2, ""),
-    ],
-)
-def test_an_engine_core_has_its_share_of_the_visible_devices(visible, first, count, share):
-    assert process_group._share(visible, first, count) == share
-
-
-def test_an_engine_core_without_devices_is_refused():
-    with pytest.raises(UserError, match=r"3 devices are visible \(5,6,7\), and engine core 1"):
-        process_group._share("5,6,7", 2, 2)
