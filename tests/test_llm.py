@@ -11,7 +11,7 @@ import pytest
 
 import jaxserve
 from jaxserve import LLM, SamplingParams
-from jaxserve.engine.core_client import InProcClient
+from jaxserve.engine.in_proc_client import InProcClient
 from jaxserve.errors import EngineDeadError, RequestError, UserError
 from jaxserve.messages import ModelRunnerOutput, RowExtras, TokenLogprobs
 from tests.conftest import ROOT
