@@ -146,7 +146,6 @@ def last_event(response: http.client.HTTPResponse) -> dict:
     [
         ("core_process", r"engine core \d was killed by signal 9"),
         ("worker_process", r"worker \d.0 was killed by signal 9"),
-        ("coordinator_process", "coordinator was killed by signal 9"),
     ],
 )
 def test_what_falls_together(tmp_path, victim, words):

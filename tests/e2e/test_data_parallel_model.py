@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.e2e.engine import GOLDENS
 from tests.e2e.live_server import MODEL, live_server
 
-NUM_REQUESTS = 48
+NUM_REQUESTS = 32
 NUM_TOKENS = 6
 FLAGS = (
     "--mesh=1x2",

@@ -152,24 +152,23 @@ def test_a_short_cut_is_survived_and_a_long_one_ends_both_hosts(hosts):
     assert answer["choices"][0]["token_ids"] == GOLDEN["output_ids"][:32]
 
     answers: list[tuple[int, dict]] = []
-    asking = threading.Thread(target=lambda: answers.append(client.answer(200)))
+    asking = threading.Thread(target=lambda: answers.append(client.answer(60)))
     asking.start()
     time.sleep(0.3)
     cable.cut()
     time.sleep(1.0)
     cable.mend()
-    asking.join(60)
+    asking.join(110)
     (status, answer) = answers.pop()
     assert status == 200, answer
-    num_known = len(GOLDEN["output_ids"])
-    assert answer["choices"][0]["token_ids"][:num_known] == GOLDEN["output_ids"]
+    assert answer["choices"][0]["token_ids"] == GOLDEN["output_ids"][:60]
 
-    asking = threading.Thread(target=lambda: answers.append(client.answer(200)))
+    asking = threading.Thread(target=lambda: answers.append(client.answer(60)))
     asking.start()
     time.sleep(0.3)
     cable.cut()
     started_s = time.monotonic()
-    asking.join(60)
+    asking.join(110)
     (status, answer) = answers.pop()
     assert status == 503, answer
     assert STEP_TIMEOUT_S - 2 < time.monotonic() - started_s < STEP_TIMEOUT_S + 10

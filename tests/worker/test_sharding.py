@@ -100,7 +100,7 @@ def test_dummies_are_zeros_and_wrong_lengths_stay_wrong():
 @pytest.mark.parametrize(
     ("mesh", "problem", "fix"),
     [
-        ("2x4", "--mesh 2x4: ", "Use --mesh 1x4."),
+        ("2x4", "--mesh 2x4: ", "Use --mesh 1x4 --data-parallel-size 2"),
         ("4", "--mesh 4 is not", "such as --mesh 1x4"),
         ("1x0", "--mesh 1x0 is not", "such as --mesh 1x4"),
         ("1x-2", "--mesh 1x-2 is not", "such as --mesh 1x4"),
