@@ -15,7 +15,7 @@ FLAGS = (
     "--api-server-count=2",
     "--dtype=float32",
     "--max-model-len=256",
-    "--max-num-batched-tokens=32",
+    "--max-num-batched-tokens=16",
     "--max-num-seqs=16",
     "--num-kv-blocks=120",
     "--forbid-compile",
