@@ -36,27 +36,31 @@ def detect_hosts(environ: Mapping[str, str]) -> Hosts | None:
     return None
 
 
-def share_of_devices(environ: Mapping[str, str], first: int, count: int) -> dict[str, str]:
-    """What shows a process `count` of the host's accelerators, those behind the first `first`.
-
-    Of those that CUDA_VISIBLE_DEVICES and TPU_VISIBLE_CHIPS name, where they are set. Set to
-    nothing they hide all, and that stays so.
+def share_of_gpus(environ: Mapping[str, str], first: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES for `count` of the visible GPUs, those behind the first `first`.
 
     Raises:
-      UserError: there are not so many.
+      UserError: it is set, and shows fewer.
     """
-    share = {}
-    for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"):
-        visible = environ.get(name)
-        devices = visible.split(",") if visible else [str(i) for i in range(first + count)]
-        if len(devices) < first + count:
-            raise UserError(
-                f"{name} shows {len(devices)} devices ({visible}), and engine core "
-                f"{first // count} of --data-parallel-size needs {count} behind the first {first}.",
-                fix="Use a smaller --data-parallel-size or --mesh, or show more devices.",
-            )
-        share[name] = "" if visible == "" else ",".join(devices[first : first + count])
-    return share
+    return _share("CUDA_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"), first, count)
+
+
+def share_of_tpu_chips(environ: Mapping[str, str], first: int, count: int) -> str:
+    """TPU_VISIBLE_CHIPS, as `share_of_gpus`."""
+    return _share("TPU_VISIBLE_CHIPS", environ.get("TPU_VISIBLE_CHIPS"), first, count)
+
+
+def _share(name: str, visible: str | None, first: int, count: int) -> str:
+    if visible in ("", "-1"):  # all are hidden, and stay so
+        return visible
+    devices = visible.split(",") if visible else [str(i) for i in range(first + count)]
+    if len(devices) < first + count:
+        raise UserError(
+            f"{name} shows {len(devices)} devices ({visible}), and a process needs {count} behind "
+            f"the first {first}.",
+            fix="Use a smaller --data-parallel-size or --mesh, or show more devices.",
+        )
+    return ",".join(devices[first : first + count])
 
 
 def _leader_worker_set(environ: Mapping[str, str]) -> Hosts:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.errors import UserError
-from jaxserve.hosts import Hosts, detect_hosts, share_of_devices
+from jaxserve.hosts import Hosts, detect_hosts, share_of_gpus, share_of_tpu_chips
 
 LWS = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "llm-0.llm.default"}
 TPU = {"TPU_WORKER_HOSTNAMES": "tpu-0.svc,tpu-1.svc", "TPU_WORKER_ID": "1"}
@@ -56,15 +56,21 @@ def test_the_first_node_of_slurms_short_list(nodes, first):
         ("4,5,6,7", 2, 2, "6,7"),
         ("GPU-a,GPU-b", 1, 1, "GPU-b"),
         ("", 2, 2, ""),
+        ("-1", 2, 2, "-1"),
     ],
 )
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"])
-def test_an_engine_core_has_its_share_of_the_visible_devices(name, visible, first, count, share):
-    environ = {} if visible is None else {name: visible}
-    assert share_of_devices(environ, first, count)[name] == share
+@pytest.mark.parametrize(
+    ("name", "share_of"),
+    [("CUDA_VISIBLE_DEVICES", share_of_gpus), ("TPU_VISIBLE_CHIPS", share_of_tpu_chips)],
+)
+def test_a_process_has_its_share_of_the_visible_devices(
+    name, share_of, visible, first, count, share
+):
+    environ = {"OTHER": "9,8"} if visible is None else {name: visible}
+    assert share_of(environ, first, count) == share
 
 
-def test_an_engine_core_without_devices_is_refused():
-    words = r"CUDA_VISIBLE_DEVICES shows 3 devices \(5,6,7\), and engine core 1"
+def test_a_process_without_devices_is_refused():
+    words = r"CUDA_VISIBLE_DEVICES shows 3 devices \(5,6,7\), and a process needs 2 behind the fir"
     with pytest.raises(UserError, match=words):
-        share_of_devices({"CUDA_VISIBLE_DEVICES": "5,6,7"}, 2, 2)
+        share_of_gpus({"CUDA_VISIBLE_DEVICES": "5,6,7"}, 2, 2)

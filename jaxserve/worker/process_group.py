@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxserve.config import EngineConfig, ParallelConfig
 from jaxserve.errors import UserError
-from jaxserve.hosts import share_of_devices
+from jaxserve.hosts import share_of_gpus, share_of_tpu_chips
 from jaxserve.messages import ProcessGroup
 
 _START_TIMEOUT_S = 600  # hosts may be started minutes after each other
@@ -77,7 +77,10 @@ def _show_devices_of_engine(parallel: ParallelConfig) -> None:
     """
     num_devices = parallel.num_devices
     first = parallel.data_parallel_rank * num_devices
-    os.environ |= share_of_devices(os.environ, first, num_devices)
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": share_of_gpus(os.environ, first, num_devices),
+        "TPU_VISIBLE_CHIPS": share_of_tpu_chips(os.environ, first, num_devices),
+    }
     if num_devices in _TPU_HOSTS:
         os.environ |= {
             "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_HOSTS[num_devices],
@@ -92,7 +95,8 @@ def _give_tpu_chip(group: ProcessGroup, engine_idx: int) -> None:
     first_port = _FIRST_TPU_PORT + engine_idx * group.size
     ports = range(first_port, first_port + group.size)
     chip = {
-        "TPU_VISIBLE_CHIPS": str(engine_idx * group.size + group.rank),
+        # Of those that are visible: its engine core's, where there are several.
+        "TPU_VISIBLE_CHIPS": share_of_tpu_chips(os.environ, group.rank, 1),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": _TPU_HOSTS[group.size],
         "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
