@@ -4,13 +4,11 @@ import collections
 import logging
 import os
 import queue
-import select
 import signal
 import socket
 import sys
 import threading
 import zlib
-from collections.abc import Callable
 from typing import NoReturn
 
 import zmq
@@ -40,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_LOG_LINES = 20
 _LAST_WORDS_MS = 2000
-_SIGNAL_INTERVAL_S = 0.1
 _HOST_0_GONE = "host 0 is gone, or the network to it"
 
 
@@ -79,9 +76,12 @@ def run_host(config: EngineConfig, worker_class: str) -> int:
     failure: Exception | None = None
     try:
         _warn_if_unknown(parallel.coordinator)
-        plans = _subscribe(context, config)
-        lost = plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        config = _StartWatch(plans, lost).run(executor.start)
+        plans, lost = _subscribe(context, config)
+        watch = _StartWatch(plans, lost)
+        try:
+            config = executor.start(watch)
+        finally:
+            watch.stop()
         reporter.send(HostReady(parallel.host_id, encode_config(config)))
         logger.info("ready: the workers of host %d wait for host 0", parallel.host_id)
         _relay(plans, lost, executor, reporter)
@@ -100,48 +100,44 @@ def run_host(config: EngineConfig, worker_class: str) -> int:
         context.destroy(linger=0)
 
 
-def _subscribe(context: zmq.Context, config: EngineConfig) -> zmq.Socket:
-    """The socket of messages to workers. A silent host 0 is taken for gone."""
+def _subscribe(context: zmq.Context, config: EngineConfig) -> tuple[zmq.Socket, zmq.Socket]:
+    """Messages to workers, and the news that host 0 is gone. A silent host 0 is taken for gone."""
     plans = context.socket(zmq.SUB)
     plans.set_hwm(0)
     plans.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_INTERVAL_MS)
     plans.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(config.worker.step_timeout_s * 1000))
     plans.subscribe(b"")
+    lost = plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)  # first: host 0 may go at once
     plans.connect(plan_address(config.parallel))
-    return plans
+    return plans, lost
 
 
 class _StartWatch:
-    """Ends the start of workers, which wait for those of host 0, when that ends or is gone."""
+    """Ends the start of workers, which wait for those of host 0, when that ends or is gone.
+
+    fd: becomes readable then; `check` says how.
+    """
 
     def __init__(self, plans: zmq.Socket, lost: zmq.Socket):
         self._plans = plans
         self._lost = lost
         self._end: _Stopped | EngineDeadError | None = None
+        self.fd, self._end_fd = os.pipe()
         self._stop_fd, self._stopper_fd = os.pipe()
         self._thread = threading.Thread(target=self._run, name="start watch", daemon=True)
+        self._thread.start()
 
-    def run(self, start: Callable[[], EngineConfig]) -> EngineConfig:
-        """What `start` returns.
-
-        Raises:
-          _Stopped, EngineDeadError: as `_relay`.
-        """
-        try:
-            self._thread.start()
-            return start()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        try:
-            os.close(self._stopper_fd)
-            self._thread.join()
-            os.close(self._stop_fd)
-        except _Stopped:  # the thread's signal came late
-            pass
+    def check(self) -> None:
+        """Raises as `_relay` if host 0 has ended or is gone."""
         if self._end is not None:
             raise self._end
+
+    def stop(self) -> None:
+        """Leaves the sockets to the caller; then checks once more."""
+        os.close(self._stopper_fd)
+        self._thread.join()
+        os.close(self._stop_fd)
+        self.check()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -154,11 +150,7 @@ class _StartWatch:
             self._end = _Stopped(self._plans.recv()[NUMBER.size])
         else:
             self._end = EngineDeadError(_HOST_0_GONE)
-        main = threading.main_thread().ident
-        assert main is not None
-        # Again and again: a signal just before a system call that waits does not wake it.
-        while not select.select([self._stop_fd], [], [], _SIGNAL_INTERVAL_S)[0]:
-            signal.pthread_kill(main, signal.SIGTERM)
+        os.write(self._end_fd, b"!")
 
 
 def _warn_if_unknown(coordinator: str) -> None:

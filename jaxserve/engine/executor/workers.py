@@ -7,6 +7,7 @@ workers of other hosts are `RemoteHosts`' matter; there, `host_agent` feeds them
 
 import socket
 import time
+from typing import Protocol
 
 from jaxserve import processes
 from jaxserve.config import EngineConfig, ParallelConfig, decode_config, encode_config
@@ -41,6 +42,14 @@ _CAUSE_S = 1.0  # a worker fails when another host does, and is the first to say
 _SILENT_S = 3.0  # a host that says nothing for so long is worth a word
 
 
+class StartWatch(Protocol):
+    """fd: becomes readable when workers need not start any more; `check` then raises why."""
+
+    fd: int
+
+    def check(self) -> None: ...
+
+
 class WorkersExecutor:
     """Worker processes, fed through shared memory; with those of other hosts, if there are any.
 
@@ -70,13 +79,16 @@ class WorkersExecutor:
         self._writer: RingWriter | None = None
         self._ready: dict[int, WorkerReady] = {}
         self._dead: EngineDeadError | None = None
+        self._watch: StartWatch | None = None
 
     @property
     def worker_pids(self) -> list[int]:
         """In order of rank."""
         return [worker.pid for worker in self._workers]
 
-    def start(self) -> EngineConfig:
+    def start(self, watch: StartWatch | None = None) -> EngineConfig:
+        """watch: what else may end the start."""
+        self._watch = watch
         coordinator = _jax_coordinator(self._config.parallel)
         for idx, result_ring in enumerate(self._result_rings):
             self._workers.append(self._spawn(idx, coordinator, result_ring))
@@ -87,11 +99,14 @@ class WorkersExecutor:
         watch_fds = [*death_fds, *(reader.fd for reader in others)]
         if self._hosts is not None:
             watch_fds.append(self._hosts.failure_fd)
+        if watch is not None:
+            watch_fds.append(watch.fd)
         self._readers = [self._result_rings[0].reader(watch_fds=watch_fds), *others]
         configs = [self._wait_until_ready(idx) for idx in range(len(self._workers))]
         config = decode_config(configs[0])
         if self._hosts is not None:
             self._hosts.wait_until_ready(config, self.check)
+        self._watch = None
         return config
 
     def execute(self, plan: SchedulerOutput) -> None:
@@ -186,6 +201,8 @@ class WorkersExecutor:
 
     def _attend_to_others(self) -> None:
         """Takes what ranks other than 0 say, and finds out who has died."""
+        if self._watch is not None:
+            self._watch.check()
         for idx, reader in list(enumerate(self._readers))[1:]:
             message = _read_now(reader)
             if isinstance(message, WorkerFailed):
