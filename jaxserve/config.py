@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_PORT = 65535
 _MAX_MESH = 4096  # devices along an axis
+_MAX_ENGINE_CORES = 64
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -125,13 +126,17 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     """How many devices share the model, and how many models there are."""
 
     mesh: Annotated[
-        str, Meta(description="Devices as DxM: M share the weights and the KV cache; D is 1.")
+        str,
+        Meta(
+            description="Devices as DxM: M share the weights and the KV cache; D times, each an "
+            "engine core."
+        ),
     ] = "1x1"
     data_parallel_size: Annotated[
         int,
         Meta(
             ge=1,
-            le=64,
+            le=_MAX_ENGINE_CORES,
             description="Engine cores, each with a mesh of devices and the whole model; a "
             "coordinator shares the requests out.",
         ),
@@ -342,20 +347,14 @@ def replace(config: EngineConfig, **flat: object) -> EngineConfig:
 
 
 def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """Derives what follows from the checkpoint.
+    """Derives what follows from the checkpoint. The mesh that results is one engine core's, 1xM.
 
     Raises:
       UserError: `--max-model-len` is longer than the model's positions, or below 2; `--mesh` is
-        none, has a data axis, or cannot be shared by the workers; hosts are not numbered or found,
-        or have several engine cores.
+        none, or cannot be shared by the workers; hosts are not numbered or found, or have several
+        engine cores.
     """
-    data, model = _parse_mesh(config.parallel.mesh)
-    if data != 1:
-        raise UserError(
-            f"--mesh {config.parallel.mesh}: devices can share one model, but not hold {data} of "
-            "it.",
-            fix=f"Use --mesh 1x{model} --data-parallel-size {data}, which hold it {data} times.",
-        )
+    config = _split_data_axis(config)
     config = replace(config, num_hosts=max(1, config.parallel.num_hosts))
     _check_workers(config)
     limit = info.max_position_embeddings
@@ -381,6 +380,23 @@ def resolve_for_model(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     )
 
 
+def _split_data_axis(config: EngineConfig) -> EngineConfig:
+    """A data axis of D is D engine cores: the shares of a batch meet nowhere in a dense model."""
+    data, model = _parse_mesh(config.parallel.mesh)
+    if data == 1:
+        return config
+    num_cores = data * config.parallel.data_parallel_size
+    if num_cores > _MAX_ENGINE_CORES:
+        raise UserError(
+            f"--mesh {config.parallel.mesh} --data-parallel-size "
+            f"{config.parallel.data_parallel_size} are {num_cores} engine cores, more than the "
+            f"{_MAX_ENGINE_CORES} that a server has.",
+            fix="Use fewer, or start several servers and put a gateway before them.",
+        )
+    logger.info("mesh = %s: %d engine cores of 1x%d", config.parallel.mesh, num_cores, model)
+    return replace(config, mesh=f"1x{model}", data_parallel_size=num_cores)
+
+
 def _check_workers(config: EngineConfig) -> None:
     parallel = config.parallel
     mesh, num_devices = parallel.mesh, parallel.num_devices
@@ -401,7 +417,8 @@ def _check_workers(config: EngineConfig) -> None:
         return
     if parallel.data_parallel_size > 1:
         raise UserError(
-            "--data-parallel-size is for the devices of one host, and --num-hosts names several.",
+            "Several engine cores, of --data-parallel-size or --mesh DxM, share the devices of one "
+            "host, and --num-hosts names several.",
             fix="Start one server for each group of hosts, and put a gateway before them.",
         )
     if parallel.host_id >= parallel.num_hosts:

@@ -104,6 +104,11 @@ class LLM:
         config = config_from_kwargs(**{"model": model, "executor": "in_process"} | config_fields)
         path = checkpoint.resolve_model(model)
         config = resolve_for_model(config, checkpoint.load_model_info(path))
+        if config.parallel.data_parallel_size > 1:
+            raise UserError(
+                f"LLM(mesh=...) has one engine core, not {config.parallel.data_parallel_size}.",
+                fix=f'Use mesh="{config.parallel.mesh}", or `jaxserve serve`, which has several.',
+            )
         self.tokenizer = checkpoint.load_tokenizer(path, config.chat.chat_template)
         self._template_kwargs = make_chat_settings(config.chat, self.tokenizer).template_kwargs
         self._client = InProcClient(config)

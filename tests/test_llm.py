@@ -297,6 +297,8 @@ def test_it_runs_in_this_process_unless_told_otherwise(llm: LLM) -> None:
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="max_model_length"):
         make_llm(monkeypatch, SmallWorker, max_model_length=5)
+    with pytest.raises(UserError, match="has one engine core, not 2"):
+        make_llm(monkeypatch, SmallWorker, mesh="2x1")
     with pytest.raises(UserError, match="512"):
         make_llm(monkeypatch, SmallWorker, max_model_len=5000)
 

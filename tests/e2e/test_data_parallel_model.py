@@ -10,8 +10,7 @@ from tests.e2e.live_server import MODEL, live_server
 NUM_REQUESTS = 32
 NUM_TOKENS = 6
 FLAGS = (
-    "--mesh=1x2",
-    "--data-parallel-size=2",
+    "--mesh=2x2",
     "--api-server-count=2",
     "--dtype=float32",
     "--max-model-len=256",

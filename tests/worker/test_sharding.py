@@ -100,7 +100,7 @@ def test_dummies_are_zeros_and_wrong_lengths_stay_wrong():
 @pytest.mark.parametrize(
     ("mesh", "problem", "fix"),
     [
-        ("2x4", "--mesh 2x4: ", "Use --mesh 1x4 --data-parallel-size 2"),
+        ("33x4", "--mesh 33x4 --data-parallel-size 2 are 66 engine cores", "several servers"),
         ("4", "--mesh 4 is not", "such as --mesh 1x4"),
         ("1x0", "--mesh 1x0 is not", "such as --mesh 1x4"),
         ("1x-2", "--mesh 1x-2 is not", "such as --mesh 1x4"),
@@ -110,8 +110,16 @@ def test_dummies_are_zeros_and_wrong_lengths_stay_wrong():
 )
 def test_a_mesh_that_cannot_be_is_refused(mesh, problem, fix):
     with pytest.raises(UserError) as caught:
-        resolve_for_model(configs.replace(EngineConfig(), mesh=mesh), INFO)
+        resolve_for_model(configs.replace(EngineConfig(), mesh=mesh, data_parallel_size=2), INFO)
     assert problem in caught.value.problem and fix in caught.value.fix
+
+
+def test_a_data_axis_is_so_many_engine_cores():
+    config = configs.replace(EngineConfig(), mesh="2x4", data_parallel_size=3)
+    parallel = resolve_for_model(config, INFO).parallel
+    assert (parallel.mesh, parallel.data_parallel_size, parallel.num_devices) == ("1x4", 6, 4)
+    with pytest.raises(UserError, match="Several engine cores, of --data-parallel-size or --mesh"):
+        resolve_for_model(configs.replace(config, num_hosts=2, coordinator="h:8470"), INFO)
 
 
 def test_more_devices_than_there_are_is_refused(monkeypatch):
