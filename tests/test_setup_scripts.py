@@ -368,7 +368,11 @@ def test_test_checks_and_then_tests(machine):
     assert machine.run("test")[0] == 0
     *_, first, a, b, c = machine.take_log()
     assert first == "-m pytest --ignore=tests/compile --ignore=tests/kernels"
-    assert {a, b, c} == {COMPILERS, "-m pytest tests/compile --fast", "-m pytest tests/kernels"}
+    assert {a, b, c} == {
+        COMPILERS,
+        "-m pytest -o faulthandler_timeout=7200 tests/compile --fast",
+        "-m pytest tests/kernels",
+    }
     (machine.root / "fail-pyright").touch()
     assert machine.run("test")[0] == 1
     assert "-m pytest" not in machine.take_log()

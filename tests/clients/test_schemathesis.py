@@ -17,7 +17,7 @@ if importlib.util.find_spec("schemathesis") is None:
     pytest.skip("the package schemathesis is not installed", allow_module_level=True)
 pytestmark = pytest.mark.client("schemathesis")
 
-NUM_EXAMPLES = 25
+NUM_EXAMPLES = 12
 # What bounds the output of each body that generates.
 LIMITS = {
     "ChatCompletionRequest": "max_completion_tokens",
@@ -56,7 +56,7 @@ def test_no_5xx(server, tmp_path):
         "--exclude-path-regex", "lora_adapter$",  # 501 by design
         "--checks", "not_a_server_error", "--mode", "all", "--phases", "examples,coverage,fuzzing",
         "--max-examples", str(NUM_EXAMPLES), "--request-timeout", "120",
-        "--generation-deterministic", "--workers", "4", "--no-color",
+        "--generation-deterministic", "--workers", "8", "--no-color",
     ]  # fmt: skip
     done = subprocess.run(
         command,

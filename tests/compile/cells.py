@@ -133,7 +133,7 @@ class Cell:
         return Program(jax.jit(step, donate_argnums=0), args)
 
 
-# The first of a platform gets most of the fast subset.
+# The first of a platform gets most of the fast subset, and of the pairs.
 CHIPS_WITH_KERNELS = ("v6e", "h100", "v5e", "v5p", "tpu7x")
 LEVELS: Mapping[str, Sequence[Any]] = {
     "chip": (*CHIPS_WITH_KERNELS, *(c for c in COMPILED_CHIPS if c not in CHIPS_WITH_KERNELS)),
@@ -154,6 +154,26 @@ LEVELS: Mapping[str, Sequence[Any]] = {
     "soft_cap": (None, 30.0),
     "has_sinks": (False, True),
 }
+
+
+def each_once() -> list[Cell]:
+    """The fast subset: every level of every feature on one chip of each platform, and a cell of
+    each other chip."""
+    chips = LEVELS["chip"]
+    features = [name for name in LEVELS if name != "chip"]
+    num_each = max(len(LEVELS[name]) for name in features)
+
+    def cell(chip: str, number: int) -> Cell:
+        levels = {}
+        for place, name in enumerate(features):
+            # Those of two levels in rhythms of their own.
+            turn = number // (place % 3 + 1) if len(LEVELS[name]) == 2 else number
+            levels[name] = LEVELS[name][turn % len(LEVELS[name])]
+        return Cell(chip, **levels)
+
+    cells = [cell(chip, number) for chip in chips[:2] for number in range(num_each)]
+    others = enumerate(chips[2:], start=4)  # of the GPUs, none has the float32 that goes to XLA
+    return cells + [cell(chip, number) for number, chip in others]
 
 
 def pairwise() -> list[Cell]:

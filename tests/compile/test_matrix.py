@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.aot import COMPILED_CHIPS
 from pallas_kernels.ragged_paged_attention import AUTO_ORDER, explain
 from tests.compile import hlo
-from tests.compile.cells import CHIPS_WITH_KERNELS, LEVELS, Cell, one_by_one, pairwise
+from tests.compile.cells import CHIPS_WITH_KERNELS, LEVELS, Cell, each_once, one_by_one, pairwise
 from tests.compile.compilers import Compilers, Refused
 
 # What a kernel of Mosaic is called in the HLO.
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "jobs" not in metafunc.fixturenames:
         return
     is_fast = metafunc.config.getoption("fast", default=False)
-    cells = list(dict.fromkeys([*pairwise(), *(() if is_fast else one_by_one())]))
+    cells = each_once() if is_fast else list(dict.fromkeys([*pairwise(), *one_by_one()]))
     # With half as many pages too: every cell, or the first of a chip of each platform.
     first = {cell.chip: cell for cell in reversed(cells)}
     twice = [first["v6e"], first["h100"]] if is_fast else cells
@@ -73,7 +73,16 @@ def _expected(cell: Cell) -> str:
     return second if is_float8 and chip.capability < (8, 9) else best
 
 
-def test_the_fast_subset_has_every_pair():
+def test_the_fast_subset_has_every_level_on_both_platforms():
+    cells = each_once()
+    assert {cell.chip for cell in cells} == set(COMPILED_CHIPS)
+    for chip in CHIPS_WITH_KERNELS[:2]:
+        for name in LEVELS.keys() - {"chip"}:
+            met = {getattr(cell, name) for cell in cells if cell.chip == chip}
+            assert met == set(LEVELS[name]), (chip, name)
+
+
+def test_every_pair_of_levels_is_there():
     cells = [dataclasses.asdict(cell) for cell in pairwise()]
     for cell in cells:
         is_own = cell["chip"] in CHIPS_WITH_KERNELS

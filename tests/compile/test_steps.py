@@ -27,11 +27,9 @@ def steps(is_fast: bool) -> list[tuple[Step, ...]]:
     """Jobs that belong together: with half as many KV blocks too, where that is looked at."""
     fast = [
         Step("v5e", "Llama-3-8B", 4, MAX_ROWS),
-        Step("v6e", "Qwen3-32B", 8, MAX_ROWS),
         Step("tpu7x", "Llama-3.3-70B", 8, MAX_ROWS),
         Step("h100", "Llama-3.3-70B", 8, MAX_ROWS),
         Step("b200", "Llama-3-8B", 4, MAX_TOKENS),
-        Step("v6e", "Qwen3-32B", 8, MAX_ROWS, samples=True),
         Step("h100", "Llama-3-8B", 4, MAX_ROWS, samples=True),
     ]
     if is_fast:
