@@ -191,6 +191,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "tpu", "gpu", "xla", "reference"],
         Meta(description="Paged attention implementation; a named one is used or refused."),
     ] = "auto"
+    matmul: Annotated[
+        Literal["auto", "cpu", "xla"],
+        Meta(
+            description="Products of a few tokens with weights: cpu is C that this machine's "
+            "compiler makes, for bfloat16; a named one is used or refused."
+        ),
+    ] = "auto"
     compilation_cache_dir: Annotated[
         str, Meta(description="Where compiled programs are kept; default: ~/.cache/jaxserve.")
     ] = ""
@@ -452,7 +459,7 @@ def check_resolved(config: EngineConfig) -> EngineConfig:
         (config.cache, ("block_size", "num_kv_blocks")),
         (config.scheduler, ("max_num_seqs", "max_num_batched_tokens", "jump_ahead_tokens")),
         (config.parallel, ("num_hosts",)),
-        (config.worker, ("attention", "compilation_cache_dir")),
+        (config.worker, ("attention", "matmul", "compilation_cache_dir")),
     )
     open_fields = [
         name

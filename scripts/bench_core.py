@@ -190,6 +190,7 @@ def make_config(num_requests: int, async_scheduling: bool) -> EngineConfig:
         num_hosts=1,
         async_scheduling=async_scheduling,
         attention="reference",
+        matmul="xla",
         compilation_cache_dir="none",
     )
 

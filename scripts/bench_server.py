@@ -108,6 +108,7 @@ class Server:
             "jump_ahead_tokens": num_streams,
             "dtype": "float32",
             "attention": "reference",
+            "matmul": "xla",
             "compilation_cache_dir": "none",
         }
         self._popen = subprocess.Popen([sys.executable, "-c", SERVE, json.dumps(config)], cwd=ROOT)

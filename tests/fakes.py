@@ -55,6 +55,7 @@ def fake_config(**flat: object) -> EngineConfig:
         "max_num_batched_tokens": 64,
         "jump_ahead_tokens": 64,
         "attention": "reference",
+        "matmul": "xla",
         "compilation_cache_dir": "none",
         "step_timeout_s": 30.0,
         "num_hosts": 1,

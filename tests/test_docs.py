@@ -346,6 +346,7 @@ class ResolvedWorker(FakeWorker):
             max_num_batched_tokens=64,
             jump_ahead_tokens=64,
             attention="reference",
+            matmul="xla",
             compilation_cache_dir="none",
         )
         return self.config

@@ -28,6 +28,7 @@ FIELDS = {
     "jump_ahead_tokens": 64,
     "dtype": "float32",
     "attention": "reference",
+    "matmul": "xla",
     "compilation_cache_dir": "none",
 }
 

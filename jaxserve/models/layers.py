@@ -1,6 +1,7 @@
 """The layers that architectures share: functions of arrays, no state."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
+from pallas_kernels.matmul import xla
 
 
 def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
@@ -18,22 +20,29 @@ def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> 
     return (normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def linear(x: Float[Array, "T I"], weight: Float[Array, "*O I"]) -> Float[Array, "T *O"]:
-    """x times a weight that is stored as published, output axes first; accumulates in float32."""
-    matrix = weight.reshape(-1, weight.shape[-1])  # a product of two matrices is never transposed
-    product = matmul_f32(x, matrix).astype(x.dtype)
-    return product.reshape(x.shape[0], *weight.shape[:-1])
+type Matmul = Callable[
+    [Float[Array, "T I"], Float[Array, "L O I"], int | Int32[Array, ""]], Float32[Array, "T O"]
+]
 
 
-def matmul_f32(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float32[Array, "T O"]:
-    """x times the transposed weight in float32; float32 inputs are not rounded on any platform."""
-    return jax.lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision="highest" if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+def matmul_by_xla(
+    x: Float[Array, "T I"], weights: Float[Array, "L O I"], layer: int | Int32[Array, ""]
+) -> Float32[Array, "T O"]:
+    """x times a layer's transposed weight; see `pallas_kernels.matmul`."""
+    return xla.matmul(x, weights, layer, x.shape[0])
+
+
+def linear(
+    x: Float[Array, "T I"],
+    weights: Float[Array, "L *O I"],
+    layer: int | Int32[Array, ""],
+    matmul: Matmul = matmul_by_xla,
+) -> Float[Array, "T *O"]:
+    """x times a layer's weight, which is stored as published, output axes first; accumulates in
+    float32. The weights of all layers are one argument, as a slice might be a copy."""
+    matrices = weights.reshape(weights.shape[0], -1, weights.shape[-1])  # as they lie
+    product = matmul(x, matrices, layer).astype(x.dtype)
+    return product.reshape(x.shape[0], *weights.shape[1:-1])
 
 
 def rope_frequencies(info: ModelInfo) -> Float32[np.ndarray, " h"]:

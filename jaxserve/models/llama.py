@@ -8,9 +8,10 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import (
+    Matmul,
     apply_rope,
     linear,
-    matmul_f32,
+    matmul_by_xla,
     rms_norm,
     rope_frequencies,
     rope_tables,
@@ -20,6 +21,7 @@ from jaxserve.models.registry import Attend, Linear, Params, ParamSpec
 from pallas_kernels.ragged_paged_attention import KVCache
 
 _LAYER = "model.layers.{i}."
+_LARGE = ("qkv", "attn_out", "gate_up", "down")
 
 
 def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
@@ -110,41 +112,50 @@ def forward(
     positions: Int32[Array, " T"],
     kv_cache: KVCache,
     attend: Attend,
+    linear: Linear = linear,
     sum_linear: Linear = linear,
 ) -> tuple[Float[Array, "T D"], KVCache]:
-    """See `registry.Model.forward`. One scan over the stacked layers."""
+    """See `registry.Model.forward`. One scan over the layers; large weights stay in a stack."""
     tables = rope_tables(positions, rope_frequencies(info))
     num_tokens = token_ids.shape[0]
 
     def layer(
-        carry: tuple[Float[Array, "T D"], KVCache, Int32[Array, ""]], weights: Params
-    ) -> tuple[tuple[Float[Array, "T D"], KVCache, Int32[Array, ""]], None]:
-        x, kv_cache, layer_idx = carry
+        carry: tuple[Float[Array, "T D"], KVCache], scanned: tuple[Int32[Array, ""], Params]
+    ) -> tuple[tuple[Float[Array, "T D"], KVCache], None]:
+        x, kv_cache = carry
+        layer_idx, weights = scanned
         h = rms_norm(x, weights["attn_norm"], info.rms_norm_eps)
-        qkv = linear(h, weights["qkv"])
+        qkv = linear(h, stacked["qkv"], layer_idx)
         if "qkv_bias" in weights:
             qkv = qkv + weights["qkv_bias"]
         q = qkv[:, :, :-2].reshape(num_tokens, -1, info.head_dim)
         q, k = apply_rope(q, tables), apply_rope(qkv[:, :, -2], tables)
         attended, kv_cache = attend(q, k, qkv[:, :, -1], kv_cache, layer_idx)
-        attended = sum_linear(attended.reshape(num_tokens, -1), weights["attn_out"])
+        attended = sum_linear(attended.reshape(num_tokens, -1), stacked["attn_out"], layer_idx)
         if "attn_out_bias" in weights:
             attended = attended + weights["attn_out_bias"]
         x = x + attended
         h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
-        gate_up = linear(h, weights["gate_up"])
+        gate_up = linear(h, stacked["gate_up"], layer_idx)
         activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        x = x + sum_linear(activated.reshape(num_tokens, -1), weights["down"])
-        return (x, kv_cache, layer_idx + 1), None
+        x = x + sum_linear(activated.reshape(num_tokens, -1), stacked["down"], layer_idx)
+        return (x, kv_cache), None
 
     prefix = "layers."
     stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+    small = {name: array for name, array in stacked.items() if name not in _LARGE}
     x = params["embed"][token_ids]
-    (x, kv_cache, _), _ = jax.lax.scan(layer, (x, kv_cache, jnp.int32(0)), stacked)
+    layers = jnp.arange(info.num_layers, dtype=jnp.int32)
+    (x, kv_cache), _ = jax.lax.scan(layer, (x, kv_cache), (layers, small))
     return rms_norm(x, params["final_norm"], info.rms_norm_eps), kv_cache
 
 
-def logits(params: Params, info: ModelInfo, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+def logits(
+    params: Params,
+    info: ModelInfo,
+    hidden: Float[Array, "R D"],
+    matmul: Matmul = matmul_by_xla,
+) -> Float32[Array, "R V"]:
     """See `registry.Model.logits`."""
     head = params["embed" if info.tie_word_embeddings else "lm_head"]
-    return matmul_f32(hidden, head)
+    return matmul(hidden, head[None], 0)

@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
-from jaxserve.models.layers import linear
+from jaxserve.models.layers import Matmul, linear, matmul_by_xla
 from pallas_kernels.ragged_paged_attention import KVCache
 
 type Params = Mapping[str, Array]
@@ -22,7 +22,9 @@ type Attend = Callable[
     ],
     tuple[Float[Array, "T N H"], KVCache],
 ]
-type Linear = Callable[[Float[Array, "T I"], Float[Array, "O I"]], Float[Array, "T O"]]
+type Linear = Callable[
+    [Float[Array, "T I"], Float[Array, "L *O I"], Int32[Array, ""]], Float[Array, "T *O"]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +68,22 @@ class Model(Protocol):
         positions: Int32[Array, " T"],
         kv_cache: KVCache,
         attend: Attend,
+        linear: Linear = linear,
         sum_linear: Linear = linear,
     ) -> tuple[Float[Array, "T D"], KVCache]:
         """Hidden states after the last norm; padding tokens may hold any valid id.
 
-        sum_linear: `layers.linear` for weights whose last axis a mesh may split; sums over devices.
+        linear: `layers.linear`, for all but the next.
+        sum_linear: for weights whose last axis a mesh may split; sums over devices.
         """
         ...
 
     def logits(
-        self, params: Params, info: ModelInfo, hidden: Float[Array, "R D"]
+        self,
+        params: Params,
+        info: ModelInfo,
+        hidden: Float[Array, "R D"],
+        matmul: Matmul = matmul_by_xla,
     ) -> Float32[Array, "R V"]:
         """Next-token scores."""
         ...

@@ -14,6 +14,8 @@ from jaxserve.config import EngineConfig, replace
 from jaxserve.errors import UserError
 from jaxserve.models.partition import partition
 from pallas_kernels.chips import Chip, chip_of
+from pallas_kernels.matmul import MatmulCall
+from pallas_kernels.matmul import explain as explain_matmul
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCacheLayout,
@@ -102,8 +104,8 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
     """Everything but the number of KV blocks; each derived value is logged with its reason.
 
     Raises:
-      UserError: a named attention implementation cannot run this model here, or limits that do not
-        fit each other.
+      UserError: a named implementation cannot run this model here, or limits that do not fit each
+        other.
     """
     platform = platform_of(device)
     defaults = _DEFAULTS[platform]
@@ -135,7 +137,9 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
             f"--max-num-seqs {config.scheduler.max_num_seqs}: a step cannot serve every request.",
             fix=f"Use --max-num-batched-tokens {config.scheduler.max_num_seqs} or more.",
         )
-    return replace(config, attention=_resolve_attention(config, chip_of_device(device)))
+    chip = chip_of_device(device)
+    attention, matmul = _resolve_attention(config, chip), _resolve_matmul(config, chip)
+    return replace(config, attention=attention, matmul=matmul)
 
 
 def _describe_mesh(config: EngineConfig) -> str:
@@ -190,6 +194,23 @@ def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
     explanation = explain(call)
     assert explanation.chosen is not None, str(explanation)
     logger.info("attention = %s: best of what runs here", explanation)
+    return explanation.chosen
+
+
+def _resolve_matmul(config: EngineConfig, chip: Chip) -> str:
+    """The implementation of products of few tokens with weights; XLA has all others."""
+    info, dtype = config.info, jnp.dtype(config.model.dtype)
+    shape = (smallest_bucket(chip.platform), info.hidden_size, info.vocab_size)
+    call = MatmulCall(chip, shape, dtype, dtype, config.parallel.num_devices)
+    explanation = explain_matmul(call)
+    asked = config.worker.matmul
+    if asked != "auto":
+        if reason := explanation.refused.get(asked):
+            raise UserError(f"--matmul {asked}: {reason}.", fix="Use --matmul auto.")
+        return asked
+    assert explanation.chosen is not None, str(explanation)
+    if chip.platform == "cpu":  # elsewhere there is nothing to choose
+        logger.info("matmul = %s: best of what runs here", explanation)
     return explanation.chosen
 
 

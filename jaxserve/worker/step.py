@@ -6,6 +6,7 @@ compiled once a number of rows, not once a bucket.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
-from jaxserve.models.layers import linear
+from jaxserve.models.layers import Matmul, linear
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import Linear, Params, model_for
 from jaxserve.worker.batch_state import (
@@ -37,6 +38,7 @@ from jaxserve.worker.row_options import (
 from jaxserve.worker.sampler import sample, sample_with_options
 from jaxserve.worker.sharding import keep_whole, kv_cache_spec, num_parts
 from pallas_kernels.chips import Chip
+from pallas_kernels.matmul import matmul
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCache,
@@ -51,6 +53,7 @@ class StepSpec:
     """All that is static in a step but the bucket.
 
     layout: of each device's share of the KV cache.  dtype: of weights and activations.
+    matmul: implementation of products with weights: "auto", by their shapes, or its name.
     max_num_tokens: token slots of the largest bucket.
     """
 
@@ -58,6 +61,7 @@ class StepSpec:
     layout: KVCacheLayout
     chip: Chip
     attention: str
+    matmul: str
     dtype: jax.typing.DTypeLike
     max_num_tokens: int
     mesh: Mesh
@@ -111,11 +115,13 @@ def forward(
 
     attention = _attention_on_mesh(spec)
     model = model_for(spec.info)
+    linears = _linears(spec, _matmul(spec, delta.cu_q_lens[-1]))
     hidden, kv_cache = model.forward(
-        params, spec.info, token_ids, positions, state.kv_cache, attend, _linear_on_mesh(spec.mesh)
+        params, spec.info, token_ids, positions, state.kv_cache, attend, *linears
     )
     last_tokens = jnp.maximum(delta.cu_q_lens[1:] - 1, 0)
-    logits = model.logits(params, spec.info, hidden[last_tokens])
+    matmul = _matmul(spec, delta.num_rows[0])
+    logits = model.logits(params, spec.info, hidden[last_tokens], matmul)
     sampling_rows = jnp.where(delta.samples.astype(bool), delta.rows, table.shape[0])
     kept = jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0))
     return logits, sampling_rows, DeviceState(advance(table, delta), kv_cache, kept)
@@ -157,18 +163,31 @@ def _attention_on_mesh(
     )
 
 
-def _linear_on_mesh(mesh: Mesh) -> Linear:
-    """`linear` of inputs that devices have parts of. They add up results of the inputs' type, which
-    halves what bfloat16 moves between devices."""
-    if mesh.size == 1:
-        return linear
-    part = PartitionSpec(None, "model")
-    return jax.shard_map(
-        lambda x, weight: jax.lax.psum(linear(x, weight), "model"),
-        mesh=mesh,
-        in_specs=(part, part),
-        out_specs=PartitionSpec(),
+def _matmul(spec: StepSpec, num_tokens: Int32[Array, ""]) -> Matmul:
+    """Products of whose rows so many are live, the first ones."""
+    return functools.partial(
+        matmul,
+        num_tokens=num_tokens,
+        chip=spec.chip,
+        num_devices=spec.mesh.size,
+        implementation=spec.matmul,
     )
+
+
+def _linears(spec: StepSpec, matmul: Matmul) -> tuple[Linear, Linear]:
+    """`linear`, and that of inputs that devices have parts of. They add up results of the inputs'
+    type, which halves what bfloat16 moves between devices."""
+    plain = functools.partial(linear, matmul=matmul)
+    if spec.mesh.size == 1:
+        return plain, plain
+    part, whole = PartitionSpec(None, "model"), PartitionSpec()
+    summed = jax.shard_map(
+        lambda x, weights, layer: jax.lax.psum(linear(x, weights, layer), "model"),
+        mesh=spec.mesh,
+        in_specs=(part, PartitionSpec(None, None, "model"), whole),
+        out_specs=whole,
+    )
+    return plain, summed
 
 
 def sample_step(

@@ -28,14 +28,16 @@ LIMITS = {
 
 
 def reachable(document: dict) -> dict:
-    """The same document with the name of the model, and short outputs: else few requests get past
-    the first check, and those for long."""
+    """The same document with the name of the model, and few short outputs: else few requests get
+    past the first check, and those for long."""
     for name, schema in document["components"]["schemas"].items():
         if name.endswith("Request") and "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [MODEL]}
         if name in LIMITS:
             schema["properties"][LIMITS[name]] = {"type": "integer", "minimum": 1, "maximum": 4}
             schema["required"] = sorted({*schema["required"], LIMITS[name]})
+        if "n" in schema["properties"]:
+            schema["properties"]["n"] = {"type": "integer", "minimum": 1, "maximum": 2}
     return document
 
 

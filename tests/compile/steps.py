@@ -165,7 +165,8 @@ class Step:
         config, mesh = self.config, self.mesh()
         call = sizing.attention_call(config, chip)
         dtype = jnp.dtype("bfloat16")
-        spec = StepSpec(config.info, call.layout, chip, attention_of(self), dtype, MAX_TOKENS, mesh)
+        names = (attention_of(self), "auto")
+        spec = StepSpec(config.info, call.layout, chip, *names, dtype, MAX_TOKENS, mesh)
         per_row = sizing.blocks_per_sequence(config)
         state = programs.state_shapes(spec, MAX_ROWS, per_row, self.num_blocks)
         with aot.lowering_for(chip, mesh):

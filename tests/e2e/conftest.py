@@ -11,8 +11,7 @@ from jaxserve.worker import sizing
 from jaxserve.worker.model_runner import ModelRunner
 from jaxserve.worker.worker import Worker
 from tests.e2e.engine import Engine
-
-MAX_MODEL_LEN = 2048
+from tests.e2e.sizes import SIZES
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +20,7 @@ def demo_config(demo_model_path: Path) -> EngineConfig:
     config = replace(
         EngineConfig(),
         model="smollm2-135m",
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        block_size=16,
-        num_kv_blocks=320,
-        max_num_seqs=16,
-        max_num_batched_tokens=256,
+        **SIZES,
         max_logprobs=-1,
         forbid_compile=True,
         executor="in_process",

@@ -25,6 +25,7 @@ class Worker(SlowWorker):
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens or 512,
             jump_ahead_tokens=8,
             attention="reference",
+            matmul="xla",
             compilation_cache_dir="none",
             logits_processors=(),
         )

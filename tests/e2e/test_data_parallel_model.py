@@ -6,18 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.e2e.engine import GOLDENS
 from tests.e2e.live_server import MODEL, live_server
+from tests.e2e.sizes import MESH_SIZES, flags_of
 
-NUM_REQUESTS = 32
-NUM_TOKENS = 6
+NUM_REQUESTS = 20
+NUM_TOKENS = 4
 FLAGS = (
     "--mesh=2x2",
     "--api-server-count=2",
-    "--dtype=float32",
-    "--max-model-len=256",
-    "--max-num-batched-tokens=16",
-    "--max-num-seqs=16",
-    "--num-kv-blocks=120",
     "--forbid-compile",
+    *flags_of(MESH_SIZES),
 )
 
 

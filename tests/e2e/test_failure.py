@@ -17,19 +17,12 @@ from tempfile import gettempdir
 import pytest
 
 from tests.e2e.live_server import MODEL, ROOT, LiveServer, free_port, live_server, wait_gone
-
-# The smallest server that starts: two compiled shapes.
-SMALL = (
-    "--max-model-len=512",
-    "--num-kv-blocks=64",
-    "--max-num-seqs=4",
-    "--max-num-batched-tokens=16",
-)
+from tests.e2e.sizes import SIZES, flags_of
 
 
 @pytest.fixture
 def server(tmp_path):
-    with live_server(tmp_path / "log", *SMALL) as running:
+    with live_server(tmp_path / "log", *flags_of(SIZES)) as running:
         yield running
 
 
@@ -66,7 +59,7 @@ def test_signals_end_everything(server, number):
 @pytest.mark.parametrize("victim", ["core_process", "worker_process"])
 def test_a_killed_process_fails_requests_loudly(tmp_path, victim):
     before = left_behind()
-    with live_server(tmp_path / "log", *SMALL) as server:
+    with live_server(tmp_path / "log", *flags_of(SIZES)) as server:
         family = server.family()
         answers = []
         body = {"model": MODEL, "prompt": "Twice", "max_tokens": 400, "ignore_eos": True}
@@ -138,7 +131,7 @@ def test_broken_model_files(tmp_path: Path, demo_model_path: Path):
 
 
 def test_a_server_that_starts_can_be_stopped(tmp_path):
-    server = LiveServer(tmp_path / "log", *SMALL)
+    server = LiveServer(tmp_path / "log", *flags_of(SIZES))
     try:
         while "Device" not in server.log:
             assert server.process.poll() is None, server.log

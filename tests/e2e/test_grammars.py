@@ -11,14 +11,14 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.grammars import grammar_from_choice, grammar_from_json_schema, grammar_from_regex
 from jaxserve.llm import GenerationOutput
 from tests.e2e.json_schemas import SCHEMAS
+from tests.e2e.sizes import SIZES
 
 MAX_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    sizes = {"max_model_len": 512, "num_kv_blocks": 600, "max_num_batched_tokens": 64}
-    with LLM("smollm2-135m", dtype="float32", max_num_seqs=64, forbid_compile=True, **sizes) as llm:
+    with LLM("smollm2-135m", forbid_compile=True, **SIZES) as llm:
         yield llm
 
 

@@ -13,17 +13,16 @@ import pytest
 from jaxserve.messages import SamplingParams
 from tests.e2e.engine import GOLDENS
 from tests.e2e.live_server import MODEL, LiveServer, live_server
+from tests.e2e.sizes import SIZES, flags_of
 
 SHORT = [g for g in GOLDENS["prompts"] if len(g["prompt_ids"]) < 100]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """float32, as the tokens are compared; a small step, to start quickly."""
+    """float32, as the tokens are compared."""
     log = tmp_path_factory.mktemp("live") / "log"
-    flags = ("--dtype=float32", "--max-model-len=512", "--block-size=16", "--num-kv-blocks=400")
-    sizes = ("--max-num-seqs=16", "--max-num-batched-tokens=64", "--forbid-compile")
-    with live_server(log, *flags, *sizes) as running:
+    with live_server(log, *flags_of(SIZES), "--forbid-compile") as running:
         yield running
 
 

@@ -2,12 +2,12 @@
 
 from jaxserve import LLM, SamplingParams
 from tests.e2e.engine import GOLDENS
+from tests.e2e.sizes import SIZES
 
 
 def test_generate_and_chat():
     golden = next(g for g in GOLDENS["prompts"] if g["name"] == "english")
-    sizes = {"max_model_len": 256, "num_kv_blocks": 40, "max_num_batched_tokens": 16}
-    with LLM("smollm2-135m", dtype="float32", forbid_compile=True, **sizes) as llm:
+    with LLM("smollm2-135m", forbid_compile=True, **SIZES) as llm:
         greedy = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
         (by_text,) = llm.generate(golden["text"], greedy)
         (by_ids,) = llm.generate(

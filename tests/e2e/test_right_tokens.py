@@ -54,7 +54,8 @@ def test_first_logits(demo_worker, dtype, sigma):
     bucket = Bucket(num_tokens=64, num_rows=2, num_writes=128)
     layout, attention = sizing.kv_cache_layout(config, "cpu"), config.worker.attention
     chip = sizing.chip_of_device(mesh.devices.item())
-    spec = StepSpec(config.info, layout, chip, attention, jnp.dtype(dtype), bucket.num_tokens, mesh)
+    names = (attention, "auto")
+    spec = StepSpec(config.info, layout, chip, *names, jnp.dtype(dtype), bucket.num_tokens, mesh)
     max_blocks = sizing.blocks_per_sequence(config)
     state = empty_state(state_shapes(spec, 4, max_blocks, 64))
     params = load_params(config.info, jnp.dtype(dtype), mesh)

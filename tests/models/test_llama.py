@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from jaxserve.checkpoint import load_model_info
 from jaxserve.config import ModelInfo
 from jaxserve.models import llama
-from jaxserve.models.layers import matmul_f32, rope_frequencies
+from jaxserve.models.layers import matmul_by_xla, rope_frequencies
 from jaxserve.models.registry import Model, model_for
 from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.weights import load_params
@@ -173,8 +173,8 @@ def test_types_stay_what_they_are():
 @pytest.mark.parametrize(("dtype", "is_exact"), [(jnp.float32, True), (jnp.bfloat16, False)])
 def test_only_float32_products_ask_for_full_precision(dtype, is_exact):
     """Accelerators round float32 factors unless they are told not to; this host never does."""
-    shape = jax.ShapeDtypeStruct((4, 8), dtype)
-    lowered = jax.jit(matmul_f32).lower(shape, shape)
+    x, weights = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 8), (1, 5, 8)))
+    lowered = jax.jit(matmul_by_xla).lower(x, weights, 0)
     assert ("precision = [HIGHEST, HIGHEST]" in lowered.as_text()) == is_exact
     assert lowered.out_info.dtype == jnp.float32
 

@@ -95,6 +95,7 @@ def serving(worker: str, *, port: int = 0, **fields: object) -> Iterator[Serve]:
         "jump_ahead_tokens": 64,
         "dtype": "float32",
         "attention": "reference",
+        "matmul": "xla",
         "compilation_cache_dir": "none",
         **fields,
     }

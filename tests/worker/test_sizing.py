@@ -79,8 +79,9 @@ def test_every_platform_has_defaults_that_are_logged_with_a_reason(platform, nam
 
 def test_what_is_given_is_kept(caplog):
     with caplog.at_level(logging.INFO, sizing.__name__):
-        resolved = resolve_for_device(replace(CONFIG, attention="reference"), fake_device("cpu"))
-    assert resolved == replace(CONFIG, attention="reference")
+        given = replace(CONFIG, attention="reference", matmul="xla")
+        resolved = resolve_for_device(given, fake_device("cpu"))
+    assert resolved == given
     assert caplog.records == []
     only_rows = replace(EngineConfig(), info=INFO, max_model_len=32, max_num_seqs=5000)
     resolved = resolve_for_device(only_rows, fake_device("cuda"))
@@ -98,6 +99,22 @@ def test_fewer_tokens_than_rows_is_refused_with_a_number_that_works():
         resolve_for_device(config, fake_device("cpu"))
     assert "--max-num-batched-tokens 16 is less than --max-num-seqs" in caught.value.problem
     resolve_for_device(apply_fix(config, caught.value), fake_device("cpu"))
+
+
+def test_matmul_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplog):
+    device, config = fake_device("cpu"), replace(CONFIG, dtype="bfloat16")
+    with caplog.at_level(logging.INFO, sizing.__name__):
+        assert resolve_for_device(config, device).worker.matmul == "cpu"
+    assert "matmul = cpu: best" in caplog.text
+    for name in ("cpu", "xla"):
+        assert resolve_for_device(replace(config, matmul=name), device).worker.matmul == name
+    assert resolve_for_device(replace(CONFIG, dtype="float32"), device).worker.matmul == "xla"
+    assert resolve_for_device(replace(config, mesh="1x2"), device).worker.matmul == "xla"
+    with pytest.raises(UserError) as caught:
+        resolve_for_device(replace(config, matmul="cpu"), fake_device("cuda"))
+    assert caught.value.problem == "--matmul cpu: runs on CPUs."
+    assert "--matmul auto" in caught.value.fix
+    assert resolve_for_device(config, fake_device("cuda")).worker.matmul == "xla"
 
 
 def test_attention_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplog):

@@ -47,6 +47,7 @@ SPEC = StepSpec(
     ),
     CHIPS["cpu"],
     "xla",
+    "auto",
     jnp.dtype("float32"),
     LARGE.num_tokens,
     make_mesh(jax.local_devices()[:1]),

@@ -1,0 +1,67 @@
+"""The op: activations times a matrix as it is stored, or as one of a stack of them."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels import dispatch
+from pallas_kernels.chips import Chip
+from pallas_kernels.matmul import cpu, xla
+from pallas_kernels.matmul.specs import MatmulCall
+
+__all__ = ["AUTO_ORDER", "IMPLEMENTATIONS", "MatmulCall", "explain", "matmul"]
+
+
+@runtime_checkable
+class MatmulImplementation(dispatch.Implementation[MatmulCall], Protocol):
+    """What a module of this package must hold to be an implementation."""
+
+    def matmul(
+        self,
+        x: Float[Array, "M D"],
+        weights: Float[Array, "L F D"],
+        layer: int | Int32[Array, ""],
+        num_tokens: int | Int32[Array, ""],
+    ) -> Float32[Array, "M F"]:
+        """See `pallas_kernels.matmul.matmul`; arguments are checked."""
+        ...
+
+
+IMPLEMENTATIONS: Mapping[str, MatmulImplementation] = {"cpu": cpu, "xla": xla}
+AUTO_ORDER = ("cpu", "xla")
+
+
+def explain(call: MatmulCall) -> dispatch.Explanation:
+    """What "auto" chooses for `call`, and why the others were refused."""
+    return dispatch.explain(IMPLEMENTATIONS, AUTO_ORDER, call)
+
+
+def matmul(
+    x: Float[Array, "M D"],
+    weights: Float[Array, "L F D"],
+    layer: int | Int32[Array, ""] = 0,
+    num_tokens: int | Int32[Array, ""] | None = None,
+    *,
+    chip: Chip,
+    num_devices: int = 1,
+    implementation: str = "auto",
+) -> Float32[Array, "M F"]:
+    """x @ weights[layer].T, summed up in float32; inputs of float32 are not rounded.
+
+    num_tokens: live rows of x, the first ones; None: all. What comes of others is finite if they
+      are, and unspecified.
+    num_devices: over which a compiler may cut the arrays.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+        UnsupportedError: `implementation` cannot serve the call.
+    """
+    if x.shape[1] != weights.shape[2]:
+        raise ValueError(f"x {x.shape} and weights {weights.shape} do not fit each other")
+    shape = (x.shape[0], x.shape[1], weights.shape[1])
+    call = MatmulCall(chip, shape, x.dtype, weights.dtype, num_devices)
+    chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER, implementation, call)
+    live = x.shape[0] if num_tokens is None else num_tokens
+    return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live)

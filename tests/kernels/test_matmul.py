@@ -1,0 +1,147 @@
+"""Products with stored weights: XLA's, and those in C for few tokens on a CPU."""
+
+import concurrent.futures
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import matmul as op
+from pallas_kernels.chips import CHIPS
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.matmul import MatmulCall, cpu, matmul
+
+CPU = CHIPS["cpu"]
+BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+CALL = MatmulCall(CPU, (8, 576, 3072), BFLOAT16, BFLOAT16, 1)
+
+
+def random_arrays(num_tokens: int, width: int, num_channels: int, dtype=BFLOAT16):
+    rng = np.random.default_rng(num_tokens * width + num_channels)
+    x = jnp.asarray(rng.standard_normal((num_tokens, width)), dtype)
+    return x, jnp.asarray(rng.standard_normal((3, num_channels, width)), dtype)
+
+
+def wanted(x: jax.Array, weights: jax.Array, layer: int) -> np.ndarray:
+    x64, weight64 = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, weights[layer]))
+    return x64 @ weight64.T
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla"])
+@pytest.mark.parametrize("num_tokens", [*range(1, 10), 16])
+@pytest.mark.parametrize(("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (200, 333)])
+def test_products(implementation, num_tokens, width, num_channels):
+    x, weights = random_arrays(num_tokens, width, num_channels)
+    run = jax.jit(functools.partial(matmul, chip=CPU, implementation=implementation))
+    for layer in range(3):
+        got = run(x, weights, jnp.int32(layer))
+        assert got.dtype == jnp.float32
+        # Products of two bfloat16 are exact in float32; sums of up to 200 are not.
+        np.testing.assert_allclose(got, wanted(x, weights, layer), rtol=0, atol=200 * 2**-22)
+
+
+def test_dead_tokens_cost_nothing_and_are_zeros():
+    x, weights = random_arrays(8, 64, 100)
+    x = x.at[5:].set(jnp.nan)
+    run = jax.jit(functools.partial(matmul, chip=CPU, implementation="cpu"))
+    for num_live in (0, 1, 4, 5):
+        got = run(x, weights, 1, jnp.int32(num_live))
+        np.testing.assert_allclose(got[:num_live], wanted(x, weights, 1)[:num_live], atol=1e-4)
+        assert not np.asarray(got[num_live:]).any()
+
+
+def test_a_token_that_is_nan_has_no_effect_on_others():
+    x, weights = random_arrays(8, 64, 100)
+    got = np.asarray(matmul(x.at[2, 3].set(jnp.nan), weights, chip=CPU, implementation="cpu"))
+    assert np.isnan(got[2]).all()
+    assert np.isfinite(np.delete(got, 2, axis=0)).all()
+
+
+def test_in_a_loop_over_layers_no_weight_is_copied():
+    x, weights = random_arrays(4, 64, 64)
+
+    def run(x: jax.Array, weights: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, i: jax.Array):
+            return matmul(x, weights, i, chip=CPU, implementation="cpu").astype(x.dtype), None
+
+        return jax.lax.scan(layer, x, jnp.arange(3, dtype=jnp.int32))[0]
+
+    compiled = jax.jit(run).lower(x, weights).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < weights[0].nbytes // 2
+    expected = x
+    for i in range(3):
+        expected = jnp.asarray(wanted(expected, weights, i), x.dtype)
+    got = np.asarray(compiled(x, weights), np.float32)
+    np.testing.assert_allclose(got, np.asarray(expected, np.float32), rtol=0.02, atol=2)
+
+
+def test_many_at_once():
+    """More products than threads: none waits for another's helpers."""
+    x, weights = random_arrays(8, 576, 1536)
+    run = jax.jit(functools.partial(matmul, chip=CPU, implementation="cpu"))
+    first = np.asarray(run(x, weights, 1))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for got in pool.map(lambda _: np.asarray(run(x, weights, 1)), range(200)):
+            assert np.array_equal(got, first)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"chip": CHIPS["v6e"]}, "runs on CPUs"),
+        ({"num_devices": 2}, "does not cut"),
+        ({"weight_dtype": FLOAT32}, "not float32"),
+        ({"shape": (33, 576, 3072)}, f"up to {cpu.max_tokens()} tokens"),
+    ],
+)
+def test_what_is_refused_goes_to_xla(change, reason):
+    call = MatmulCall(**{f: getattr(CALL, f) for f in CALL.__dataclass_fields__} | change)
+    explanation = op.explain(call)
+    assert explanation.chosen == "xla" and reason in explanation.refused["cpu"]
+    assert op.explain(CALL).chosen == "cpu"
+
+
+def test_float32_is_not_served():
+    x, weights = random_arrays(2, 8, 8, FLOAT32)
+    with pytest.raises(UnsupportedError, match="not float32"):
+        matmul(x, weights, chip=CPU, implementation="cpu")
+    with pytest.raises((ValueError, TypeError)):  # the second where annotations are checked
+        matmul(x[:, :3], weights, chip=CPU)
+
+
+def test_without_a_compiler_xla_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    cpu._problem.cache_clear()
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)
+    explanation = op.explain(CALL)
+    cpu._problem.cache_clear()
+    assert explanation.chosen == "xla" and "no C compiler" in explanation.refused["cpu"]
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    cpu._problem.cache_clear()
+    failing = [sys.executable, "-c", "import sys; sys.exit('no such flag')"]
+    monkeypatch.setattr(cpu, "_compiler", lambda: failing)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    explanation = op.explain(CALL)
+    cpu._problem.cache_clear()
+    assert "no such flag" in explanation.refused["cpu"]
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_the_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = cpu._library()
+    assert made.is_relative_to(tmp_path)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise subprocess.SubprocessError("compiled again")
+
+    monkeypatch.setattr(cpu.subprocess, "run", fail)
+    assert cpu._library() == made
