@@ -113,7 +113,7 @@ def _fingerprint(devices: list[jax.Device]) -> str:
     sources = hashlib.sha256()
     for package in (jaxserve, pallas_kernels):
         root = Path(package.__path__[0])
-        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".json", ".c")):
+        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".json", ".c", ".h")):
             sources.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
             sources.update(path.read_bytes())
     options = {k: v for k, v in jax.config.values.items() if k != "jax_compilation_cache_dir"}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import matmul as op
+from pallas_kernels import native
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.matmul import MatmulCall, cpu, matmul
@@ -115,33 +116,35 @@ def test_float32_is_not_served():
         matmul(x[:, :3], weights, chip=CPU)
 
 
-def test_without_a_compiler_xla_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    cpu._problem.cache_clear()
-    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
-    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Nothing was compiled yet; what is, goes elsewhere."""
+    native.problem.cache_clear()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield
+    native.problem.cache_clear()
+
+
+def test_without_a_compiler_xla_serves(fresh, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
     explanation = op.explain(CALL)
-    cpu._problem.cache_clear()
     assert explanation.chosen == "xla" and "no C compiler" in explanation.refused["cpu"]
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    cpu._problem.cache_clear()
+def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     failing = [sys.executable, "-c", "import sys; sys.exit('no such flag')"]
-    monkeypatch.setattr(cpu, "_compiler", lambda: failing)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    explanation = op.explain(CALL)
-    cpu._problem.cache_clear()
-    assert "no such flag" in explanation.refused["cpu"]
+    monkeypatch.setattr(native, "_compiler", lambda: failing)
+    assert "no such flag" in op.explain(CALL).refused["cpu"]
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_the_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    made = cpu._library()
+def test_the_library_is_made_once(fresh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made = native.make_library(cpu._SOURCE)
     assert made.is_relative_to(tmp_path)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise subprocess.SubprocessError("compiled again")
 
-    monkeypatch.setattr(cpu.subprocess, "run", fail)
-    assert cpu._library() == made
+    monkeypatch.setattr(native.subprocess, "run", fail)
+    assert native.make_library(cpu._SOURCE) == made

@@ -1,0 +1,84 @@
+"""Custom calls of XLA on CPUs, in C: compiled for this machine when first wanted, and kept.
+
+The compiler is the machine's own, or that of the package ziglang, which `jaxserve[cpu]` brings.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+
+_HEADER = Path(__file__).with_name("native.h")
+_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
+_COMPILE_S = 120
+
+
+@functools.cache
+def problem(source: Path, target: str) -> str | None:
+    """Makes the library of `source` and registers its function `target` under that name.
+
+    Returns what stands in the way, if something does.
+    """
+    try:
+        library = ctypes.CDLL(str(make_library(source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return " ".join(str(error).split())
+    capsule = jax.ffi.pycapsule(getattr(library, target))
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    return None
+
+
+def make_library(source: Path) -> Path:
+    """The compiled library, for this CPU and this jaxlib.
+
+    Raises:
+      OSError, SubprocessError: there is no C compiler, or it fails.
+    """
+    compiler = _compiler()
+    texts = (path.read_text("utf-8") for path in (source, _HEADER))
+    parts = (*texts, importlib.metadata.version("jaxlib"), cpu(), *compiler, *_FLAGS)
+    digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+    directory = Path.home() / ".cache" / "jaxserve" / "libraries"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))
+    path = directory / f"{source.parent.name}-{digest}.so"
+    if not path.is_file():
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch) / path.name
+            include = (f"-I{jax.ffi.include_dir()}", f"-I{_HEADER.parent}")
+            command = [*compiler, *_FLAGS, *include, str(source), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
+            if done.returncode:
+                raise OSError(f"{' '.join(compiler)} fails: {done.stderr[-500:]}")
+            os.replace(made, path)
+    return path
+
+
+@functools.cache
+def cpu() -> str:
+    """What tells apart CPUs that one library is not good for."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    kinds = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return platform.machine() + "".join(sorted(kinds))
+
+
+def _compiler() -> list[str]:
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return [found, "-march=native"]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc", "-mcpu=native"]
+    raise OSError("there is no C compiler: cc, or the package ziglang of jaxserve[cpu]")
