@@ -188,7 +188,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Meta(description="Run the model in a process of its own, or in the engine core's."),
     ] = "worker"
     attention: Annotated[
-        Literal["auto", "tpu", "gpu", "xla", "reference"],
+        Literal["auto", "tpu", "gpu", "cpu", "xla", "reference"],
         Meta(description="Paged attention implementation; a named one is used or refused."),
     ] = "auto"
     matmul: Annotated[

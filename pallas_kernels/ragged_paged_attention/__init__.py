@@ -12,7 +12,7 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.chips import Chip
-from pallas_kernels.ragged_paged_attention import gpu, reference, tpu, xla
+from pallas_kernels.ragged_paged_attention import cpu, gpu, reference, tpu, xla
 from pallas_kernels.ragged_paged_attention.layout import (
     QUANTIZED_DTYPES,
     KVCache,
@@ -103,13 +103,14 @@ class PlanningImplementation(dispatch.Implementation[AttentionCall], Protocol):
 IMPLEMENTATIONS: Mapping[str, AttentionImplementation | PlanningImplementation] = {
     "tpu": tpu,
     "gpu": gpu,
+    "cpu": cpu,
     "xla": xla,
     "reference": reference,
 }
 
 # What "auto" tries on each platform, best first.
 AUTO_ORDER = {
-    "cpu": ("xla", "reference"),
+    "cpu": ("cpu", "xla", "reference"),
     "gpu": ("gpu", "xla", "reference"),
     "tpu": ("tpu", "xla", "reference"),
 }

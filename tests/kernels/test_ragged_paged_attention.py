@@ -18,7 +18,13 @@ from tests.kernels.cases import (
 )
 
 # (implementation, chip whose layout it reads).
-SETUPS = {"reference": ("reference", "cpu"), "xla": ("xla", "cpu"), "xla-tpu": ("xla", "v6e")}
+SETUPS = {
+    "reference": ("reference", "cpu"),
+    "xla": ("xla", "cpu"),
+    "xla-tpu": ("xla", "v6e"),
+}
+# In C: caches that are not of 8 bits, nor of float16.
+IN_C = [name for name, config in CONFIGS.items() if config.kv_dtype in ("float32", "bfloat16")]
 # (setup, config): what each simulated implementation meets here. Those of a GPU take longest.
 SIMULATED = [
     *((("tpu", "v6e"), name) for name in SIMULATED_CONFIGS if name != "everything-e4m3-bf16"),
@@ -36,6 +42,11 @@ def check(implementation: str, config: Config, plans: list[RowPlan], seed: int) 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_matches_oracle_on_any_ragged_mix(setup, config, subtests):
     check_config(setup, config, subtests, num_mixes=10)
+
+
+@pytest.mark.parametrize("name", IN_C)
+def test_matches_oracle_in_c(name, subtests):
+    check_config(("cpu", "cpu"), CONFIGS[name], subtests, num_mixes=20)
 
 
 # Simulators multiply what is in dead slots, too.

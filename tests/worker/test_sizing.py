@@ -124,6 +124,8 @@ def test_attention_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplo
     with pytest.raises(UserError) as caught:
         resolve_for_device(replace(CONFIG, attention="magic"), device)
     assert "--attention magic: there is no such implementation" in caught.value.problem
+    with pytest.raises(UserError, match="wants heads of a multiple of 16, not of 8"):
+        resolve_for_device(replace(CONFIG, attention="cpu"), device)
     assert "--attention auto" in caught.value.fix
 
     monkeypatch.setattr(xla, "unsupported_reason", lambda call: "the moon is full")
