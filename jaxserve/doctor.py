@@ -4,11 +4,14 @@ import importlib.metadata
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jaxserve import __version__
+
+if TYPE_CHECKING:
+    from pallas_kernels.dispatch import Explanation
 
 # An accelerator's device file, and the extra whose packages let JAX use it.
 _ACCELERATORS = {"/dev/nvidiactl": "cuda12", "/dev/accel0": "tpu"}
@@ -32,6 +35,7 @@ def make_report() -> dict[str, Any]:
         "host": _host(),
         "devices": [],
         "attention": {},
+        "matmul": {},
         "caches": _caches(),
         "hint": None,
         "problem": None,
@@ -39,6 +43,7 @@ def make_report() -> dict[str, Any]:
     try:
         report["devices"] = _devices()
         report["attention"] = _attention()
+        report["matmul"] = {"a few tokens": _matmul()}
         report["hint"] = _unused_accelerator(report["devices"])
     except (RuntimeError, AssertionError) as e:  # what JAX raises when a platform cannot start
         report["problem"] = f"JAX cannot start: {' '.join(str(e).split())}"
@@ -96,11 +101,24 @@ def _attention() -> dict[str, Any]:
     from pallas_kernels.ragged_paged_attention.specs import MODEL_SHAPES
 
     chip = chip_of_device(jax.local_devices()[0])
-    choices = {}
-    for name, shape in MODEL_SHAPES.items():
-        explanation = explain(shape.call(chip))
-        choices[name] = {"chosen": explanation.chosen, "refused": dict(explanation.refused)}
-    return choices
+    return {name: _choice(explain(shape.call(chip))) for name, shape in MODEL_SHAPES.items()}
+
+
+def _matmul() -> dict[str, Any]:
+    """What `--matmul auto` chooses for a few tokens and bfloat16 weights, and why."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve.worker.sizing import chip_of_device
+    from pallas_kernels.matmul import MatmulCall, explain
+
+    dtype = jnp.dtype(jnp.bfloat16)
+    chip = chip_of_device(jax.local_devices()[0])
+    return _choice(explain(MatmulCall(chip, (1, 576, 576), dtype, dtype, num_devices=1)))
+
+
+def _choice(explanation: "Explanation") -> dict[str, Any]:
+    return {"chosen": explanation.chosen, "refused": dict(explanation.refused)}
 
 
 def _unused_accelerator(devices: list[dict[str, Any]]) -> str | None:
@@ -132,11 +150,12 @@ def _as_text(report: dict[str, Any]) -> str:
         lines.append(
             f"{'device':<12} {device['platform']}:{device['id']} {device['kind']}, {memory}"
         )
-    for name, choice in report["attention"].items():
-        lines.append(f"{'attention':<12} {name}: {choice['chosen'] or 'none can run here'}")
-        lines += [
-            f"{'':<12}   {other} refused: {reason}" for other, reason in choice["refused"].items()
-        ]
+    for op in ("attention", "matmul"):
+        for name, choice in report[op].items():
+            lines.append(f"{op:<12} {name}: {choice['chosen'] or 'none can run here'}")
+            lines += [
+                f"{'':<12}   {o} refused: {reason}" for o, reason in choice["refused"].items()
+            ]
     lines += [
         f"{'cache':<12} {caches['directory']}",
         f"{'demo model':<12} {caches['demo_model'] or 'not here; fetched when first served'}",

@@ -48,10 +48,10 @@ def make_library(source: Path) -> Path:
     texts = (path.read_text("utf-8") for path in (source, _HEADER))
     parts = (*texts, importlib.metadata.version("jaxlib"), cpu(), *compiler, *_FLAGS)
     digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
-    directory = Path.home() / ".cache" / "jaxserve" / "libraries"
     try:
+        directory = Path.home() / ".cache" / "jaxserve" / "libraries"
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # nobody's home, or not ours to write
         directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))
     path = directory / f"{source.parent.name}-{digest}.so"
     if not path.is_file():

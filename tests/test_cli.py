@@ -14,6 +14,7 @@ from jaxserve import __version__, cli, doctor
 from jaxserve.cli_flags import all_flags, config_from_flags, config_from_kwargs
 from jaxserve.config import EngineConfig, replace
 from jaxserve.errors import UserError
+from tests.native import IN_C
 
 ROOT = Path(__file__).parent.parent
 
@@ -276,11 +277,13 @@ def test_doctor(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["jaxserve"] == __version__
     assert report["devices"][0]["platform"] == "cpu"
-    assert report["attention"]["SmolLM2-135M"]["chosen"] == "xla"
+    assert report["attention"]["SmolLM2-135M"]["chosen"] == IN_C
+    assert report["matmul"]["a few tokens"]["chosen"] == IN_C
 
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "SmolLM2-135M: xla" in text and report["versions"]["jax"] in text
+    assert f"SmolLM2-135M: {IN_C}" in text and f"a few tokens: {IN_C}" in text
+    assert report["versions"]["jax"] in text
 
 
 def test_doctor_says_why_an_implementation_is_refused(capsys, monkeypatch):

@@ -16,6 +16,7 @@ from tests.kernels.cases import (
     make_case,
     row_plans,
 )
+from tests.native import needs_compiler
 
 # (implementation, chip whose layout it reads).
 SETUPS = {
@@ -44,6 +45,7 @@ def test_matches_oracle_on_any_ragged_mix(setup, config, subtests):
     check_config(setup, config, subtests, num_mixes=10)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", IN_C)
 def test_matches_oracle_in_c(name, subtests):
     check_config(("cpu", "cpu"), CONFIGS[name], subtests, num_mixes=20)

@@ -20,6 +20,7 @@ from jaxserve.worker.sizing import KVBlocks, resolve_for_device, size_kv_cache
 from jaxserve.worker.weights import param_shapes
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.ragged_paged_attention import AUTO_ORDER, reference, xla
+from tests.native import IN_C
 from tests.worker import tiny
 from tests.worker.tiny import INFO
 
@@ -104,9 +105,9 @@ def test_fewer_tokens_than_rows_is_refused_with_a_number_that_works():
 def test_matmul_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplog):
     device, config = fake_device("cpu"), replace(CONFIG, dtype="bfloat16")
     with caplog.at_level(logging.INFO, sizing.__name__):
-        assert resolve_for_device(config, device).worker.matmul == "cpu"
-    assert "matmul = cpu: best" in caplog.text
-    for name in ("cpu", "xla"):
+        assert resolve_for_device(config, device).worker.matmul == IN_C
+    assert f"matmul = {IN_C}" in caplog.text
+    for name in {IN_C, "xla"}:
         assert resolve_for_device(replace(config, matmul=name), device).worker.matmul == name
     assert resolve_for_device(replace(CONFIG, dtype="float32"), device).worker.matmul == "xla"
     assert resolve_for_device(replace(config, mesh="1x2"), device).worker.matmul == "xla"

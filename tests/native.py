@@ -1,0 +1,10 @@
+"""Whether kernels in C can be tested here."""
+
+import pytest
+
+from pallas_kernels import native
+from pallas_kernels.matmul import cpu
+
+HAS_COMPILER = native.problem(cpu._SOURCE, cpu._TARGET) is None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C compiler")
+IN_C = "cpu" if HAS_COMPILER else "xla"  # what "auto" chooses on a CPU
