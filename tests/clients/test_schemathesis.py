@@ -17,7 +17,7 @@ if importlib.util.find_spec("schemathesis") is None:
     pytest.skip("the package schemathesis is not installed", allow_module_level=True)
 pytestmark = pytest.mark.client("schemathesis")
 
-NUM_EXAMPLES = 12
+NUM_EXAMPLES = 20
 # What bounds the output of each body that generates.
 LIMITS = {
     "ChatCompletionRequest": "max_completion_tokens",
@@ -49,14 +49,18 @@ def server(tmp_path_factory):
         yield running
 
 
-def test_no_5xx(server, tmp_path):
+@pytest.mark.parametrize(
+    ("phases", "least", "least_answered"),
+    [("examples,fuzzing", 200, 5), pytest.param("coverage", 1000, 40, marks=pytest.mark.slow)],
+)
+def test_no_5xx(server, tmp_path, phases, least, least_answered):
     served = tmp_path / "openapi.json"
     served.write_text(json.dumps(reachable(json.loads(server.get("/openapi.json")[1]))))
     before = server.metric("request_success_total")
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", str(served), "--url", f"http://127.0.0.1:{server.port}",
         "--exclude-path-regex", "lora_adapter$",  # 501 by design
-        "--checks", "not_a_server_error", "--mode", "all", "--phases", "examples,coverage,fuzzing",
+        "--checks", "not_a_server_error", "--mode", "all", "--phases", phases,
         "--max-examples", str(NUM_EXAMPLES), "--request-timeout", "120",
         "--generation-deterministic", "--workers", "8", "--no-color",
     ]  # fmt: skip
@@ -70,8 +74,10 @@ def test_no_5xx(server, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     num_tested = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
-    assert num_tested and int(num_tested[1]) == int(num_tested[2]) > 1000, done.stdout[-2000:]
-    assert server.metric("request_success_total") - before > 50, "few requests reach the engine"
+    assert num_tested and int(num_tested[1]) == int(num_tested[2]) > least, done.stdout[-2000:]
+    assert server.metric("request_success_total") - before > least_answered, (
+        "few requests reach the engine"
+    )
     assert server.get("/health")[0] == 200
     server.wait_metric("num_requests_running", 0)
     server.wait_metric("num_requests_waiting", 0)

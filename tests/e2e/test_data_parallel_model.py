@@ -4,6 +4,8 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.e2e.engine import GOLDENS
 from tests.e2e.live_server import MODEL, live_server
 from tests.e2e.sizes import MESH_SIZES, flags_of
@@ -18,6 +20,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.slow
 def test_two_engines_of_two_devices(tmp_path):
     prompts = [p for p in GOLDENS["prompts"] if len(p["prompt_ids"]) <= 40]
     assert len(prompts) >= 8
