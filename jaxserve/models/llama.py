@@ -115,15 +115,21 @@ def forward(
     linear: Linear = linear,
     sum_linear: Linear = linear,
 ) -> tuple[Float[Array, "T D"], KVCache]:
-    """See `registry.Model.forward`. One scan over the layers; large weights stay in a stack."""
+    """See `registry.Model.forward`. One loop over the layers; large weights stay in a stack."""
     tables = rope_tables(positions, rope_frequencies(info))
     num_tokens = token_ids.shape[0]
 
     def layer(
-        carry: tuple[Float[Array, "T D"], KVCache], scanned: tuple[Int32[Array, ""], Params]
-    ) -> tuple[tuple[Float[Array, "T D"], KVCache], None]:
-        x, kv_cache = carry
-        layer_idx, weights = scanned
+        carry: tuple[Int32[Array, ""], Float[Array, "T D"], KVCache],
+    ) -> tuple[Int32[Array, ""], Float[Array, "T D"], KVCache]:
+        layer_idx, x, kv_cache = carry
+        weights = {
+            name: jax.lax.dynamic_index_in_dim(
+                array, layer_idx, keepdims=False, allow_negative_indices=False
+            )
+            for name, array in stacked.items()
+            if name not in _LARGE
+        }
         h = rms_norm(x, weights["attn_norm"], info.rms_norm_eps)
         qkv = linear(h, stacked["qkv"], layer_idx)
         if "qkv_bias" in weights:
@@ -139,14 +145,16 @@ def forward(
         gate_up = linear(h, stacked["gate_up"], layer_idx)
         activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
         x = x + sum_linear(activated.reshape(num_tokens, -1), stacked["down"], layer_idx)
-        return (x, kv_cache), None
+        return layer_idx + 1, x, kv_cache
 
     prefix = "layers."
     stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
-    small = {name: array for name, array in stacked.items() if name not in _LARGE}
-    x = params["embed"][token_ids]
-    layers = jnp.arange(info.num_layers, dtype=jnp.int32)
-    (x, kv_cache), _ = jax.lax.scan(layer, (x, kv_cache), (layers, small))
+    # By the loop's own counter: XLA reads weights where they lie in the stack, on GPUs too.
+    _, x, kv_cache = jax.lax.while_loop(
+        lambda carry: carry[0] < info.num_layers,
+        layer,
+        (jnp.int32(0), params["embed"][token_ids], kv_cache),
+    )
     return rms_norm(x, params["final_norm"], info.rms_norm_eps), kv_cache
 
 
