@@ -114,7 +114,7 @@ def _matmul() -> dict[str, Any]:
 
     dtype = jnp.dtype(jnp.bfloat16)
     chip = chip_of_device(jax.local_devices()[0])
-    return _choice(explain(MatmulCall(chip, (1, 576, 576), dtype, dtype, num_devices=1)))
+    return _choice(explain(MatmulCall(chip, (1, 576, 576), dtype, num_devices=1)))
 
 
 def _choice(explanation: "Explanation") -> dict[str, Any]:

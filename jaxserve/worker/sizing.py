@@ -201,7 +201,7 @@ def _resolve_matmul(config: EngineConfig, chip: Chip) -> str:
     """The implementation of products of few tokens with weights; XLA has all others."""
     info, dtype = config.info, jnp.dtype(config.model.dtype)
     shape = (smallest_bucket(chip.platform), info.hidden_size, info.vocab_size)
-    call = MatmulCall(chip, shape, dtype, dtype, config.parallel.num_devices)
+    call = MatmulCall(chip, shape, dtype, config.parallel.num_devices)
     explanation = explain_matmul(call)
     asked = config.worker.matmul
     if asked != "auto":

@@ -61,7 +61,7 @@ def matmul(
     if x.shape[1] != weights.shape[2]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} do not fit each other")
     shape = (x.shape[0], x.shape[1], weights.shape[1])
-    call = MatmulCall(chip, shape, x.dtype, weights.dtype, num_devices)
+    call = MatmulCall(chip, shape, weights.dtype, num_devices)
     chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER, implementation, call)
     live = x.shape[0] if num_tokens is None else num_tokens
     return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live)

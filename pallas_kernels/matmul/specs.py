@@ -18,6 +18,5 @@ class MatmulCall:
 
     chip: Chip
     shape: tuple[int, int, int]
-    x_dtype: np.dtype
     weight_dtype: np.dtype
     num_devices: int

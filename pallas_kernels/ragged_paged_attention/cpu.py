@@ -11,8 +11,9 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import native
+from pallas_kernels.ragged_paged_attention import xla
 from pallas_kernels.ragged_paged_attention.layout import KVCache
-from pallas_kernels.ragged_paged_attention.rows import Rows, find_rows, write_new_tokens
+from pallas_kernels.ragged_paged_attention.rows import Rows, write_new_tokens
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -37,18 +38,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return native.problem(_SOURCE, _TARGET)
 
 
-def plan(
-    call: AttentionCall,
-    num_tokens: int,
-    num_pages: int,
-    block_tables: Int32[Array, "R B"],
-    kv_lens: Int32[Array, " R"],
-    cu_q_lens: Int32[Array, " R+1"],
-    num_rows: int | Int32[Array, ""],
-) -> Rows:
-    """See `PlanningImplementation.plan`."""
-    where = (block_tables, kv_lens, cu_q_lens, num_rows)
-    return find_rows(call.layout, num_tokens, num_pages, *where)
+plan = xla.plan  # XLA writes, so it is told where
 
 
 def ragged_paged_attention(

@@ -6,7 +6,7 @@ from jaxserve.messages import SamplingParams
 from tests.e2e.engine import GOLDENS
 
 PROMPTS = [g["prompt_ids"] for g in GOLDENS["prompts"] if len(g["prompt_ids"]) < 100]
-NUM_TOKENS = 14
+NUM_TOKENS = 20
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0),
     "seeded": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=2**40 + 7),
@@ -73,10 +73,10 @@ def test_with_its_prefix_cached(make_engine, alone):
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 def test_after_forced_preemption(make_engine, alone, async_scheduling):
     engine = make_engine(
-        num_kv_blocks=14,  # 13 blocks of 16 tokens for 16 requests of 15 to 74 tokens
+        num_kv_blocks=14,  # 13 blocks of 16 tokens for 16 requests of 21 to 80 tokens
         max_model_len=128,
         enable_prefix_caching=False,
         async_scheduling=async_scheduling,
     )
     assert run_cases(engine) == alone
-    assert engine.stats.num_preemptions >= 3
+    assert engine.stats.num_preemptions > 3

@@ -20,7 +20,7 @@ from tests.native import IN_C, needs_compiler
 
 CPU = CHIPS["cpu"]
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-CALL = MatmulCall(CPU, (8, 576, 3072), BFLOAT16, BFLOAT16, 1)
+CALL = MatmulCall(CPU, (8, 576, 3072), BFLOAT16, 1)
 
 
 def random_arrays(num_tokens: int, width: int, num_channels: int, dtype=BFLOAT16):
