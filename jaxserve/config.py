@@ -194,7 +194,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     matmul: Annotated[
         Literal["auto", "cpu", "xla"],
         Meta(
-            description="Products of a few tokens with weights: cpu is C that this machine's "
+            description="Products with weights: cpu is C that this machine's "
             "compiler makes, for bfloat16; a named one is used or refused."
         ),
     ] = "auto"

@@ -18,6 +18,7 @@
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef float Quarters __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
@@ -31,6 +32,13 @@ static inline Floats load(const float *at) {
 }
 
 static inline void store(float *at, Floats stored) { memcpy(at, &stored, sizeof stored); }
+
+// Without it compilers read what several products share from memory for each of them.
+#ifdef __AVX__
+#define keep_in_register(vector) __asm__("" : "+v"(vector))
+#else
+#define keep_in_register(vector)
+#endif
 
 static inline Floats all_lanes(float value) { return value - (Floats){0}; }
 
@@ -48,9 +56,24 @@ static inline float float_of(uint16_t half) {
 }
 
 static inline float sum_of(Floats lanes) {
-  float sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-  return sum;
+  Quarters parts[LANES / 4];
+  memcpy(parts, &lanes, sizeof lanes);
+  for (int part = 1; part < LANES / 4; part++) parts[0] += parts[part];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+// Memory of this thread, which stays until it asks for more: with what malloc takes from the system
+// and gives back each time, a product took three times as long.
+static inline float *scratch_of(int64_t num_floats) {
+  static _Thread_local float *memory;
+  static _Thread_local int64_t capacity;
+  if (num_floats > capacity) {
+    free(memory);
+    capacity = (num_floats + 15) / 16 * 16;
+    memory = aligned_alloc(64, sizeof(float) * capacity);
+    if (memory == NULL) abort();  // as XLA's own allocations do
+  }
+  return memory;
 }
 
 // Computes items begin to end of `work`.

@@ -198,7 +198,7 @@ def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
 
 
 def _resolve_matmul(config: EngineConfig, chip: Chip) -> str:
-    """The implementation of products of few tokens with weights; XLA has all others."""
+    """The implementation of products with weights; XLA has those that it refuses."""
     info, dtype = config.info, jnp.dtype(config.model.dtype)
     shape = (smallest_bucket(chip.platform), info.hidden_size, info.vocab_size)
     call = MatmulCall(chip, shape, dtype, config.parallel.num_devices)

@@ -1,6 +1,6 @@
-"""The op for a few tokens on a CPU, in C: it reads bfloat16 weights as fast as memory gives them.
+"""The op on a CPU, in C: few tokens take the time of reading the weights, many that of float32.
 
-XLA's products of few tokens are slower than that.
+XLA's products of few tokens are slower than that; those of many where it emulates bfloat16.
 """
 
 import functools
@@ -15,22 +15,21 @@ from jaxtyping import Float, Float32, Int32
 from pallas_kernels import native
 from pallas_kernels.matmul.specs import MatmulCall
 
-_MAX_TOKENS = 32  # XLA's products of more tokens are as fast
-_MAX_TOKENS_WITH_BFLOAT16 = 16  # where the CPU multiplies bfloat16, which XLA makes use of
+_FEW_TOKENS = 16  # of more, XLA's products are faster where the CPU multiplies bfloat16
 _SOURCE = Path(__file__).with_suffix(".c")
 _TARGET = "jaxserve_matmul"
 
 
 def unsupported_reason(call: MatmulCall) -> str | None:
-    """Serves products of few tokens with whole matrices of bfloat16, where it can be compiled."""
+    """Serves products with whole matrices of bfloat16, where it can be compiled."""
     if call.chip.platform != "cpu":
         return "runs on CPUs"
     if call.num_devices > 1:
         return "does not cut arrays over devices"
     if call.weight_dtype != jnp.bfloat16:
         return f"multiplies with weights of bfloat16, not {call.weight_dtype.name}"
-    if call.shape[0] > (most := max_tokens()):
-        return f"is for up to {most} tokens"
+    if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16():
+        return f"is for up to {_FEW_TOKENS} tokens where the CPU multiplies bfloat16"
     return native.problem(_SOURCE, _TARGET)
 
 
@@ -47,7 +46,6 @@ def matmul(
 
 
 @functools.cache
-def max_tokens() -> int:
-    """Most tokens whose products are faster than XLA's on this CPU."""
-    has_bfloat16 = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", native.cpu()) is not None
-    return _MAX_TOKENS_WITH_BFLOAT16 if has_bfloat16 else _MAX_TOKENS
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for that, which XLA makes use of."""
+    return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", native.cpu()) is not None

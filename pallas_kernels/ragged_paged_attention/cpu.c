@@ -223,8 +223,7 @@ static void attend(const void *work, int64_t begin, int64_t end) {
   enum { NUM_ARRAYS = sizeof sizes / sizeof *sizes };
   int64_t total = 0;
   for (int i = 0; i < NUM_ARRAYS; i++) total += sizes[i];
-  float *memory = malloc(sizeof(float) * total), *arrays[NUM_ARRAYS];
-  if (memory == NULL) abort();
+  float *memory = scratch_of(total), *arrays[NUM_ARRAYS];
   for (int i = 0, at = 0; i < NUM_ARRAYS; at += sizes[i], i++) arrays[i] = memory + at;
   Scratch s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4],
                arrays[5], arrays[6], arrays[7], arrays[8]};
@@ -236,7 +235,6 @@ static void attend(const void *work, int64_t begin, int64_t end) {
     int64_t tile = (item - row_begin) / a->num_kv_heads;
     attend_tile(a, &s, row, tile, (item - row_begin) % a->num_kv_heads);
   }
-  free(memory);
 }
 
 // Arguments: q [T, N, H] float32; keys, values [L, P, S, K, H]; pages [R, B], kv_lens, q_lens and
