@@ -174,7 +174,9 @@ class ModelRunner:
         )
         self._state = self._state._replace(options=options)
 
-    def _upload(self, array: Shaped[np.ndarray, "*S"]) -> Shaped[Array, "*S"]:
+    def _upload(
+        self, array: Shaped[np.ndarray, "*S"]
+    ) -> Shaped[Array, "*S"] | Shaped[np.ndarray, "*S"]:
         return upload(array, self._uploaded)
 
 
