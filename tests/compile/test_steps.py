@@ -82,10 +82,10 @@ def check_forward(step: Step, result: Compiled) -> None:
     info = step.config.info
     layer_bytes = step.layer_bytes
     assert result.alias_bytes >= 2 * info.num_layers * layer_bytes, "the cache is not donated"
-    # Half of the keys of a layer, or its gate and up, where activations are not as large.
+    # Half of the keys of a layer, or its gate and up; what is no larger may be activations.
     gate_up = 2 * 2 * info.intermediate_size * info.hidden_size // step.num_devices
     activations = 4 * step.num_tokens * info.hidden_size
-    assert not hlo.copies(result.hlo, min(layer_bytes // 2, max(gate_up, activations + 1)))
+    assert not hlo.copies(result.hlo, max(activations + 1, min(layer_bytes // 2, gate_up)))
     used = result.argument_bytes + result.temp_bytes + result.output_bytes - result.alias_bytes
     assert used < MEMORY_BYTES[step.chip] * GIB
     moved = hlo.collectives(result.hlo)
