@@ -105,6 +105,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[
         int, Meta(ge=0, le=2**17, description="Most tokens in a step; 0: what suits the platform.")
     ] = 0
+    max_num_mixed_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**17,
+            description="Most tokens in a step while a request waits for its next token: long "
+            "prompts are cut smaller, so that it comes soon; 0: what suits the platform.",
+        ),
+    ] = 0
     jump_ahead_tokens: Annotated[
         int,
         Meta(
@@ -457,7 +466,15 @@ def check_resolved(config: EngineConfig) -> EngineConfig:
     derived = (
         (config.model, ("max_model_len", "served_model_name", "dtype", "info")),
         (config.cache, ("block_size", "num_kv_blocks")),
-        (config.scheduler, ("max_num_seqs", "max_num_batched_tokens", "jump_ahead_tokens")),
+        (
+            config.scheduler,
+            (
+                "max_num_seqs",
+                "max_num_batched_tokens",
+                "max_num_mixed_tokens",
+                "jump_ahead_tokens",
+            ),
+        ),
         (config.parallel, ("num_hosts",)),
         (config.worker, ("attention", "matmul", "compilation_cache_dir")),
     )

@@ -186,6 +186,7 @@ def make_config(num_requests: int, async_scheduling: bool) -> EngineConfig:
         num_kv_blocks=1 + num_requests * MAX_MODEL_LEN // BLOCK_SIZE,
         max_num_seqs=num_requests,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_mixed_tokens=MAX_NUM_BATCHED_TOKENS,
         jump_ahead_tokens=MAX_NUM_BATCHED_TOKENS,
         num_hosts=1,
         async_scheduling=async_scheduling,

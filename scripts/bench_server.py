@@ -105,6 +105,7 @@ class Server:
             "num_kv_blocks": 1 + num_streams * blocks_a_stream,
             "max_num_seqs": num_streams,
             "max_num_batched_tokens": max(2048, num_streams),
+            "max_num_mixed_tokens": num_streams,
             "jump_ahead_tokens": num_streams,
             "dtype": "float32",
             "attention": "reference",

@@ -53,6 +53,7 @@ def fake_config(**flat: object) -> EngineConfig:
         "num_kv_blocks": 512,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "max_num_mixed_tokens": 64,
         "jump_ahead_tokens": 64,
         "attention": "reference",
         "matmul": "xla",

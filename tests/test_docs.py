@@ -323,7 +323,7 @@ def test_platform_defaults_are_listed():
     assert listed == {
         name: [
             *map(str, (d.block_size, d.max_num_seqs, d.max_num_batched_tokens)),
-            *map(str, (d.smallest_bucket, d.jump_ahead_tokens)),
+            *map(str, (d.max_num_mixed_tokens, d.smallest_bucket, d.jump_ahead_tokens)),
             d.dtype,
         ]
         for name, d in _DEFAULTS.items()
@@ -344,6 +344,7 @@ class ResolvedWorker(FakeWorker):
             num_kv_blocks=64,
             max_num_seqs=4,
             max_num_batched_tokens=64,
+            max_num_mixed_tokens=64,
             jump_ahead_tokens=64,
             attention="reference",
             matmul="xla",

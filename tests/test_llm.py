@@ -25,6 +25,7 @@ FIELDS = {
     "num_kv_blocks": 256,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
+    "max_num_mixed_tokens": 64,
     "jump_ahead_tokens": 64,
     "dtype": "float32",
     "attention": "reference",

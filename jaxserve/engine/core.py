@@ -327,6 +327,7 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
     return Scheduler(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         max_model_len=config.model.max_model_len,
         policy=scheduler.scheduling_policy,
         kv=KVCacheManager(

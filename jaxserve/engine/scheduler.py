@@ -76,7 +76,7 @@ class Scheduler:
 
     There is no prefill and no decode: a request has num_planned_tokens (known ones and those that
     steps in flight will sample) and num_computed_tokens, and a step closes gaps between the two
-    under a token budget: running requests first, in the order of their admission, then waiting
+    under a token budget (a smaller one while a request decodes): running requests first, in the order of their admission, then waiting
     ones while budget, rows and blocks last. When a running request finds no block, the running
     request that comes last (policy "fcfs": added last; "priority": highest number, then latest
     arrival) loses its row and blocks and waits to compute its tokens again.
@@ -90,6 +90,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_mixed_tokens: int | None = None,
         max_model_len: int,
         kv: KVCacheManager,
         policy: Literal["fcfs", "priority"] = "fcfs",
@@ -97,6 +98,7 @@ class Scheduler:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0 and max_model_len > 1
         assert policy in ("fcfs", "priority"), policy
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_mixed_tokens = max_num_mixed_tokens or max_num_batched_tokens
         self.max_model_len = max_model_len
         self.kv = kv
         self.policy = policy
@@ -172,7 +174,8 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """Plans the next step, or returns None when nothing can run before results come in."""
-        draft = _Draft(self.max_num_batched_tokens, list(self._running.values()))
+        running = list(self._running.values())
+        draft = _Draft(self._token_budget(running), running)
         self._schedule_running(draft)
         if not draft.preempted:
             self._admit_waiting(draft, now_s)
@@ -204,6 +207,15 @@ class Scheduler:
             request.num_planned_tokens += len(request.forced_tokens)
             request.check_len = 0
             self._unsent_forced[request] = request.forced_tokens
+
+    def _token_budget(self, running: list[Request]) -> int:
+        """Tokens of the next step. While a request decodes it is what the others compute that its
+        next token waits for: little, but no less than there are requests that may decode."""
+        for request in running:
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                limit = max(self.max_num_mixed_tokens, 2 * len(running))
+                return min(limit, self.max_num_batched_tokens)
+        return self.max_num_batched_tokens
 
     def _schedule_running(self, draft: _Draft) -> None:
         """Gives every running request what it lacks. One token and no new block is the common

@@ -35,6 +35,7 @@ class _PlatformDefaults:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int
     smallest_bucket: int
     jump_ahead_tokens: int  # while a step reads the weights, it has time for so many tokens
     dtype: str
@@ -43,10 +44,17 @@ class _PlatformDefaults:
 
 _DEFAULTS = {
     "cpu": _PlatformDefaults(
-        32, 32, 512, 8, 8, "bfloat16", "half the bytes of float32, and XLA's products are faster"
+        32,
+        32,
+        512,
+        64,
+        8,
+        8,
+        "bfloat16",
+        "half the bytes of float32, and XLA's products are faster",
     ),
-    "gpu": _PlatformDefaults(64, 256, 2048, 16, 256, "bfloat16", "the matrix units' type"),
-    "tpu": _PlatformDefaults(128, 256, 2048, 16, 256, "bfloat16", "the matrix units' type"),
+    "gpu": _PlatformDefaults(64, 256, 2048, 2048, 16, 256, "bfloat16", "the matrix units' type"),
+    "tpu": _PlatformDefaults(128, 256, 2048, 2048, 16, 256, "bfloat16", "the matrix units' type"),
 }
 
 
@@ -126,6 +134,8 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
     if not config.scheduler.max_num_batched_tokens:
         wanted = max(defaults.max_num_batched_tokens, config.scheduler.max_num_seqs)
         derive("max_num_batched_tokens", wanted, on_platform)
+    if not config.scheduler.max_num_mixed_tokens:
+        derive("max_num_mixed_tokens", defaults.max_num_mixed_tokens, on_platform)
     if not config.scheduler.jump_ahead_tokens:
         derive("jump_ahead_tokens", defaults.jump_ahead_tokens, on_platform)
     config = replace(config, **derived)

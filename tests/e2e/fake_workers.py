@@ -23,6 +23,7 @@ class Worker(SlowWorker):
             num_kv_blocks=2000,
             max_num_seqs=self.config.scheduler.max_num_seqs or 64,
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens or 512,
+            max_num_mixed_tokens=512,
             jump_ahead_tokens=8,
             attention="reference",
             matmul="xla",

@@ -121,6 +121,37 @@ def test_reference_schedule():
     assert scheduler.kv.num_used_blocks == 0
 
 
+def test_prompts_are_cut_smaller_while_a_request_decodes():
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_num_mixed_tokens=8)
+    add(scheduler, "A", 20, 3)
+    add(scheduler, "B", 14, 1)
+    assert run(scheduler) == [
+        "A:20 B:12 (A→1)",
+        "A:1 B:2 (A→2, B→1, B done)",
+        "A:1 (A→3, A done)",
+    ]
+    add(scheduler, "C", 4, 5)
+    finish_step(scheduler, plan_step(scheduler))
+    add(scheduler, "D", 30, 1)
+    assert run(scheduler) == [
+        "C:1 D:7 (C→1)",
+        "C:1 D:7 (C→2)",
+        "C:1 D:7 (C→3)",
+        "C:1 D:7 (C→4, C done)",
+        "D:2 (D→1, D done)",
+    ]
+
+
+def test_prompts_get_as_many_tokens_as_there_are_requests_that_decode():
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_num_mixed_tokens=4, max_num_seqs=7)
+    for name in "ABCDEF":
+        add(scheduler, name, 3, 10)
+    finish_step(scheduler, plan_step(scheduler))
+    add(scheduler, "G", 20, 1)
+    sizes = [[row.num_tokens for row in plan_step(scheduler).scheduled] for _ in range(3)]
+    assert sizes == [[1, 1, 1, 1, 1, 1, 6], [1, 1, 1, 1, 1, 1, 8], [1, 1, 1, 1, 1, 1, 6]]
+
+
 def test_reference_schedule_with_a_step_in_flight_is_the_same():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add_reference_requests(scheduler)

@@ -92,6 +92,7 @@ def serving(worker: str, *, port: int = 0, **fields: object) -> Iterator[Serve]:
         "num_kv_blocks": 64,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "max_num_mixed_tokens": 64,
         "jump_ahead_tokens": 64,
         "dtype": "float32",
         "attention": "reference",

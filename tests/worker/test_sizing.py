@@ -33,6 +33,7 @@ CONFIG = replace(
     block_size=4,
     max_num_seqs=4,
     max_num_batched_tokens=16,
+    max_num_mixed_tokens=16,
     jump_ahead_tokens=8,
     num_hosts=1,
 )
