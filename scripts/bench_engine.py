@@ -65,6 +65,11 @@ class Server:
         self._num_calls += 1
         return _stream_rate(self.port, concurrency, self._num_calls)
 
+    @property
+    def pid(self) -> int:
+        """Of the first process."""
+        return self._process.pid
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()

@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 _WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from which
@@ -65,31 +65,40 @@ class Client:
     model: str
     fields: dict[str, object]
 
-    async def complete(self, prompt: str, num_tokens: int) -> Answer:
-        """Raises RuntimeError if the answer is no stream of tokens."""
+    async def events(self, prompt: str, num_tokens: int) -> AsyncGenerator[dict]:
+        """The events of a completion, as they come.
+
+        Raises:
+          RuntimeError: the answer is no stream.
+        """
         body = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}} | self.fields
         data = json.dumps(body).encode()
-        began_s = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise RuntimeError((status + await reader.read(2000)).decode(errors="replace"))
+        try:
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise RuntimeError((status + await reader.read(2000)).decode(errors="replace"))
+            async for line in reader:  # chunk sizes and headers are lines of no interest
+                if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                    yield json.loads(line[5:])
+        finally:
+            writer.close()
+
+    async def complete(self, prompt: str, num_tokens: int) -> Answer:
+        """Raises RuntimeError if the answer is no stream of tokens."""
+        began_s = time.perf_counter()
         answer = Answer(num_tokens, [], 0, 0)
-        async for line in reader:  # chunk sizes and headers are lines of no interest
-            if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                continue
-            event = json.loads(line[5:])
+        async for event in self.events(prompt, num_tokens):
             if any(choice.get("text") for choice in event.get("choices", ())):
                 answer.token_s.append(time.perf_counter() - began_s)
             if usage := event.get("usage"):
                 answer.num_tokens = usage["completion_tokens"]
                 details = usage.get("prompt_tokens_details") or {}
                 answer.num_cached = details.get("cached_tokens") or 0
-        writer.close()
         if not answer.token_s or not answer.num_tokens:
             raise RuntimeError("a stream without tokens or without a count of them")
         return answer
