@@ -2,100 +2,22 @@
 
 import importlib.util
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jaxserve.engine.kv_cache_manager import KVCacheManager
 from jaxserve.engine.request import Request, RequestStatus
-from jaxserve.engine.scheduler import Scheduler, StepPlan
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.messages import (
     AdmittedRow,
     EngineCoreOutput,
-    EngineCoreRequest,
     FinishReason,
     SamplingParams,
     SchedulerOutput,
 )
+from tests.engine.schedules import add, finish_step, make_scheduler, plan_step, run
 
 STOP = 99
-
-
-def make_scheduler(
-    *, blocks: int = 100, block_size: int = 4, caching: bool = True, **settings
-) -> Scheduler:
-    kv = KVCacheManager(num_kv_blocks=blocks, block_size=block_size, enable_prefix_caching=caching)
-    defaults: dict[str, Any] = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-    }
-    return Scheduler(**(defaults | settings), kv=kv)
-
-
-def add(
-    scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens: int = 20, **fields
-) -> Request:
-    """Adds a request; a prompt given as a length has tokens nobody else has."""
-    if isinstance(prompt, int):
-        prompt = [1000 * ord(name[0]) + idx for idx in range(prompt)]
-    sampling = {key: fields.pop(key) for key in ("stop_token_ids", "min_tokens") if key in fields}
-    message = EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        arrival_time_s=fields.pop("arrival_time_s", 0.0),
-        **fields,
-    )
-    kv = scheduler.kv
-    request = Request.from_message(
-        message, now_s=5.0, block_size=kv.block_size, hash_blocks=kv.enable_prefix_caching
-    )
-    scheduler.add_request(request)
-    return request
-
-
-def plan_step(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.schedule(7.0)
-    scheduler.check_invariants()
-    assert plan is not None
-    return plan
-
-
-def finish_step(scheduler: Scheduler, plan: StepPlan, token_of=None) -> list[EngineCoreOutput]:
-    """Brings a step's tokens: token_of(request), 0 unless given."""
-    requests = [row.request for row in plan.scheduled if row.samples]
-    tokens = [token_of(request) if token_of else 0 for request in requests]
-    outputs = scheduler.update_from_output(plan, tokens, 9.0)
-    scheduler.check_invariants()
-    return [output for _, output in outputs]
-
-
-def describe(plan: StepPlan, outputs: list[EngineCoreOutput], counts: dict[str, int]) -> str:
-    """One line for a step: tokens computed, then the output count of whoever got one."""
-    for output in outputs:
-        counts[output.request_id] = counts.get(output.request_id, 0) + 1
-    events = [f"{output.request_id}→{counts[output.request_id]}" for output in outputs]
-    events += [f"{o.request_id} done" for o in outputs if o.finish_reason is not None]
-    computed = " ".join(f"{row.request.request_id}:{row.num_tokens}" for row in plan.scheduled)
-    return f"{computed} ({', '.join(events)})"
-
-
-def run(scheduler: Scheduler, *, depth: int = 0, token_of: Callable | None = None) -> list[str]:
-    """Runs to the end with `depth` steps in flight besides the next; one line a step."""
-    lines, in_flight, counts = [], [], {}
-    while scheduler.has_unfinished or in_flight:
-        plan = scheduler.schedule(7.0)
-        scheduler.check_invariants()
-        if plan:
-            in_flight.append(plan)
-        if len(in_flight) > depth or not plan:
-            done = in_flight.pop(0)
-            outputs = finish_step(scheduler, done, token_of)
-            lines.append(describe(done, outputs, counts))
-    return lines
 
 
 def add_reference_requests(scheduler: Scheduler) -> None:
@@ -271,129 +193,6 @@ def test_a_waiting_request_of_higher_priority_evicts_nobody():
     add(scheduler, "B", 2, 1, priority=0)
     assert [line[0] for line in run(scheduler)] == ["A", "A", "B"]
     assert scheduler.stats().num_preemptions == 0
-
-
-# --- preemption ---
-
-
-def test_out_of_blocks_preempts_the_latest_which_computes_its_tokens_again():
-    scheduler = make_scheduler(blocks=6, block_size=4, caching=False)
-    first = add(scheduler, "A", 7, 4)
-    second = add(scheduler, "B", 8, 8)
-    plans = [plan_step(scheduler)]
-    finish_step(scheduler, plans[-1])
-    plans.append(plan_step(scheduler))
-    finish_step(scheduler, plans[-1])
-    assert [repr(plan) for plan in plans] == ["step 0: A:7 B:8", "step 1: A:1 B:1"]
-    assert (len(first.block_ids), len(second.block_ids)) == (2, 3)
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 2: A:1"
-    assert second.status is RequestStatus.PREEMPTED
-    assert plan.message == SchedulerOutput(2, released_rows=[1], new_blocks=[0, 3])
-    assert scheduler.stats().num_preemptions == 1
-    add(scheduler, "C", 1, 1)
-    finish_step(scheduler, plan)
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 3: A:1"
-    finish_step(scheduler, plan)
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 4: B:10 C:1"
-    prompt = [1000 * ord("B") + idx for idx in range(8)]
-    assert plan.message.admitted[0].token_ids == [*prompt, 0, 0]
-    assert plan.message.admitted[0].num_prompt_tokens == 8
-    assert finish_step(scheduler, plan)[0].num_cached_tokens == 0
-
-
-def test_a_preempted_request_waits_for_its_tokens_in_flight():
-    scheduler = make_scheduler(blocks=5, block_size=2, caching=False)
-    add(scheduler, "A", 2, 6)
-    second = add(scheduler, "B", 2, 6)
-    plans = [plan_step(scheduler) for _ in range(3)]
-    assert second.num_in_flight == 3
-    plans.append(plan_step(scheduler))
-    assert repr(plans[-1]) == "step 3: A:1"
-    assert (second.status, second.num_in_flight) == (RequestStatus.PREEMPTED, 3)
-    scheduler.finish_requests(["A"], FinishReason.ABORT)
-    assert scheduler.schedule(0.0) is None
-    for plan in plans[:3]:
-        assert scheduler.schedule(0.0) is None
-        outputs = finish_step(scheduler, plan, lambda request: request.num_output_tokens)
-        assert [output.request_id for output in outputs] == ["B"]
-    assert second.token_ids[2:] == [0, 1, 2]
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 4: B:5"
-    assert plan.message.released_rows == [0]
-    assert plan.message.admitted[0].token_ids == second.token_ids
-
-
-def test_a_token_in_flight_can_end_a_preempted_request():
-    scheduler = make_scheduler(blocks=5, block_size=2)
-    add(scheduler, "A", 2, 6)
-    second = add(scheduler, "B", 2, 6, stop_token_ids=(STOP,))
-    plans = [plan_step(scheduler) for _ in range(4)]
-    assert second.status is RequestStatus.PREEMPTED
-    outputs = finish_step(scheduler, plans[0], lambda _: STOP)
-    assert [output.finish_reason for output in outputs] == [None, FinishReason.STOP]
-    assert scheduler.stats().num_waiting == 0
-    assert [o.request_id for o in finish_step(scheduler, plans[1])] == ["A"]
-
-
-def test_priority_preempts_the_lowest_even_if_it_was_planned_already():
-    scheduler = make_scheduler(blocks=6, block_size=2, policy="priority", caching=False)
-    low = add(scheduler, "L", 2, 6, priority=9)
-    mid = add(scheduler, "M", 4, 5, priority=5)
-    top = add(scheduler, "T", 3, 4, priority=1)
-    first = plan_step(scheduler)
-    assert [row.token_ids[0] // 1000 for row in first.message.admitted] == [*map(ord, "TML")]
-    assert [top.row, mid.row, low.row] == [0, 1, 2]
-    finish_step(scheduler, first)
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 1: T:1 M:1"
-    assert plan.message == SchedulerOutput(1, released_rows=[2], new_blocks=[1, 5])
-
-
-def test_a_planned_victim_gives_its_budget_and_new_block_to_others():
-    scheduler = make_scheduler(
-        blocks=6, block_size=2, policy="priority", caching=False, max_num_batched_tokens=9
-    )
-    low = add(scheduler, "L", 2, 6, priority=9)
-    finish_step(scheduler, plan_step(scheduler))
-    add(scheduler, "T", 6, 5, priority=1)
-    finish_step(scheduler, plan_step(scheduler))
-    assert len(low.block_ids) == 2
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 2: T:1"
-    assert plan.message == SchedulerOutput(
-        2, released_rows=[0], new_blocks=[1, plan.message.new_blocks[1]]
-    )
-    assert (low.num_in_flight, low.num_computed_tokens) == (0, 0)
-    assert low.num_tokens == 4
-
-
-def test_a_planned_victim_gives_its_budget_back():
-    scheduler = make_scheduler(blocks=7, block_size=2, policy="priority")
-    add(scheduler, "L", 2, 6, priority=9)
-    finish_step(scheduler, plan_step(scheduler))
-    add(scheduler, "T", 4, 5, priority=1)
-    add(scheduler, "U", 3, 5, priority=2)
-    plan = plan_step(scheduler)
-    assert repr(plan) == "step 1: L:1 T:4 U:3"
-    finish_step(scheduler, plan)
-    scheduler.max_num_batched_tokens = 2
-    assert repr(plan_step(scheduler)) == "step 2: T:1 U:1"
-
-
-def test_nobody_is_admitted_in_a_step_that_preempts():
-    scheduler = make_scheduler(blocks=5, block_size=2, policy="priority")
-    add(scheduler, "A", 4, 4, priority=5)
-    add(scheduler, "L", 3, 3, priority=9)
-    finish_step(scheduler, plan_step(scheduler))
-    add(scheduler, "H", 1, 1, priority=0)
-    plans = []
-    for _ in range(2):
-        plans.append(plan_step(scheduler))
-        finish_step(scheduler, plans[-1])
-    assert [repr(plan) for plan in plans] == ["step 1: A:1", "step 2: A:1 H:1"]
 
 
 # --- the end of a request ---
