@@ -76,10 +76,11 @@ class Scheduler:
 
     There is no prefill and no decode: a request has num_planned_tokens (known ones and those that
     steps in flight will sample) and num_computed_tokens, and a step closes gaps between the two
-    under a token budget (a smaller one while a request decodes): running requests first, in the order of their admission, then waiting
-    ones while budget, rows and blocks last. When a running request finds no block, the running
-    request that comes last (policy "fcfs": added last; "priority": highest number, then latest
-    arrival) loses its row and blocks and waits to compute its tokens again.
+    under a token budget, which is smaller while a request decodes: running requests first, in the
+    order of their admission, then waiting ones while budget, rows and blocks last. When a running
+    request finds no block, the running request that comes last (policy "fcfs": added last;
+    "priority": highest number, then latest arrival) loses its row and blocks and waits to compute
+    its tokens again.
 
     `schedule` may be called again before the results of earlier plans are in; results come in the
     order of the plans. Request ids are unique among unfinished requests.
