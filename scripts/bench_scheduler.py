@@ -1,10 +1,11 @@
-"""Host time of an engine core's step with 256 requests running, on a fake executor.
+#!/usr/bin/env python3
+"""Host time of an engine core's step on a fake executor: how it grows, and with what.
+
+    .venv/bin/python scripts/bench_scheduler.py [--num-steps 1000] [--sync] [--profile]
 
 A step is all that the engine core process does in it: schedule, encode the plan and write it to the
 ring buffer, read and decode the tokens, apply them, encode the outputs for the API server (in
 reality its output thread does that last part). The worker's side is faked and not counted.
-
-    python scripts/bench_core.py [--num-requests 256] [--num-steps 2000] [--profile]
 """
 
 import argparse
@@ -15,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxserve.config import EngineConfig, ModelInfo, replace
 from jaxserve.engine.core import EngineCore
@@ -30,13 +32,34 @@ from jaxserve.messages import (
     encode,
 )
 
-TARGET_MEDIAN_MS = 1.5
-PROMPT_LEN = (500, 8_000)
 MAX_MODEL_LEN = 16_384
 BLOCK_SIZE = 16
 VOCAB_SIZE = 150_000
 MAX_NUM_BATCHED_TOKENS = 8_192
 NUM_WARM_UP_STEPS = 100
+
+
+class Case(NamedTuple):
+    """Requests that run and that wait; target_ms: of the median, where there is one.
+
+    prompt_len: from, to.  renew: requests end after 64 to 512 tokens and new ones come.
+    """
+
+    name: str
+    num_running: int
+    num_waiting: int = 0
+    prompt_len: tuple[int, int] = (500, 8_000)
+    renew: bool = False
+    target_ms: float | None = None
+
+
+CASES = (
+    Case("256 decode", 256, target_ms=0.6),
+    Case("1,024 decode", 1024, target_ms=2.5),
+    Case("256 decode, short contexts", 256, prompt_len=(16, 64)),
+    Case("256 decode, 10,000 wait", 256, num_waiting=10_000),
+    Case("256 that come and go", 256, renew=True),
+)
 
 
 class FakeExecutor:
@@ -100,20 +123,21 @@ class FakeExecutor:
 class Bench:
     """An engine core with its clients' side."""
 
-    def __init__(self, *, num_requests: int, async_scheduling: bool, renew: bool):
-        """renew: requests end after 64 to 512 tokens and new ones come, else all run on."""
-        config = make_config(num_requests, async_scheduling)
+    def __init__(self, case: Case, *, is_async: bool):
+        config = make_config(case.num_running, is_async)
         self._executor = FakeExecutor(config)
         self._emitted: list[EngineOutput] = []
         self._core = EngineCore(config, self._executor, lambda _, m: self._emitted.append(m))
-        self._requests = make_requests(renew)
-        self._num_requests = num_requests
+        self._requests = make_requests(case)
+        self._num_running = case.num_running
+        self._num_requests = case.num_running + case.num_waiting
         self._num_alive = 0
+        self._started: set[str] = set()
         self.num_outputs = 0
 
     def run(self, num_steps: int) -> list[float]:
         """Seconds of each step once all requests are running."""
-        while self.num_outputs < self._num_requests:
+        while len(self._started) < self._num_running:
             self._step()
         for _ in range(NUM_WARM_UP_STEPS):
             self._step()
@@ -141,16 +165,18 @@ class Bench:
         for message in self._emitted:
             assert isinstance(message, EngineCoreOutputs)
             self.num_outputs += len(message.outputs)
+            self._started.update(output.request_id for output in message.outputs)
             self._num_alive -= sum(o.finish_reason is not None for o in message.outputs)
         self._emitted.clear()
         return step_s
 
 
-def make_requests(renew: bool) -> Iterator[EngineCoreRequest]:
+def make_requests(case: Case) -> Iterator[EngineCoreRequest]:
     rng = random.Random(0)
     for idx in itertools.count():
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*PROMPT_LEN))]
-        max_tokens = rng.randint(64, 512) if renew else MAX_MODEL_LEN - len(prompt)
+        prompt_len = case.prompt_len if idx < case.num_running else (50, 100)
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*prompt_len))]
+        max_tokens = rng.randint(64, 512) if case.renew else MAX_MODEL_LEN - len(prompt)
         yield EngineCoreRequest(
             request_id=f"cmpl-{rng.randbytes(16).hex()}-{idx}",
             prompt_token_ids=prompt,
@@ -159,7 +185,7 @@ def make_requests(renew: bool) -> Iterator[EngineCoreRequest]:
         )
 
 
-def make_config(num_requests: int, async_scheduling: bool) -> EngineConfig:
+def make_config(num_requests: int, is_async: bool) -> EngineConfig:
     info = ModelInfo(
         path="fake",
         format="gguf",
@@ -189,7 +215,7 @@ def make_config(num_requests: int, async_scheduling: bool) -> EngineConfig:
         max_num_mixed_tokens=MAX_NUM_BATCHED_TOKENS,
         jump_ahead_tokens=MAX_NUM_BATCHED_TOKENS,
         num_hosts=1,
-        async_scheduling=async_scheduling,
+        async_scheduling=is_async,
         attention="reference",
         matmul="xla",
         compilation_cache_dir="none",
@@ -197,32 +223,29 @@ def make_config(num_requests: int, async_scheduling: bool) -> EngineConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Host time of an engine core's step.")
-    parser.add_argument("--num-requests", type=int, default=256)
-    parser.add_argument("--num-steps", type=int, default=2000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num-steps", type=int, default=1000)
+    parser.add_argument("--sync", action="store_true", help="without asynchronous scheduling")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
     args = parser.parse_args()
-    print(f"{args.num_requests} requests, prompts of {PROMPT_LEN[0]} to {PROMPT_LEN[1]} tokens")
-    for renew, name in ((False, "all decode"), (True, "requests come and go")):
-        for async_scheduling in (True, False):
-            bench = Bench(
-                num_requests=args.num_requests, async_scheduling=async_scheduling, renew=renew
-            )
-            profile = cProfile.Profile()
-            if args.profile:
-                profile.enable()
-            times_ms = [1000 * step_s for step_s in bench.run(args.num_steps)]
-            profile.disable()
-            median_ms = statistics.median(times_ms)
-            p99_ms = statistics.quantiles(times_ms, n=100)[98]
-            print(
-                f"{name:20} async {'on ' if async_scheduling else 'off'}"
-                f"  median {median_ms:.3f} ms  p99 {p99_ms:.3f} ms"
-                f"  ({bench.num_outputs / args.num_steps:.0f} tokens a step;"
-                f" target: median <= {TARGET_MEDIAN_MS} ms)"
-            )
-            if args.profile:
-                profile.print_stats("tottime")
+    print(f"{'ms a step':30}{'median':>10}{'p99':>10}{'wanted':>10}{'tokens a step':>16}")
+    for case in CASES:
+        bench = Bench(case, is_async=not args.sync)
+        profile = cProfile.Profile()
+        if args.profile:
+            profile.enable()
+        times_ms = [1000 * step_s for step_s in bench.run(args.num_steps)]
+        profile.disable()
+        p99_ms = statistics.quantiles(times_ms, n=100)[98]
+        print(
+            f"{case.name:30}{statistics.median(times_ms):10.3f}{p99_ms:10.3f}"
+            f"{case.target_ms or '':>10}{bench.num_outputs / args.num_steps:16.0f}",
+            flush=True,
+        )
+        if args.profile:
+            profile.print_stats("tottime")
 
 
 if __name__ == "__main__":
