@@ -19,6 +19,13 @@ CASES = [(3, "greedy"), (9, "seeded"), (13, "filtered")]
 NEIGHBOURS = [(prompt, list(SAMPLINGS.values())[i % 3]) for i, prompt in enumerate(PROMPTS[:16])]
 
 
+# In every run only one of both: a batch of 16 is there with both.
+both_slowly = pytest.mark.parametrize(
+    "async_scheduling",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.slow)],
+)
+
+
 @pytest.fixture(scope="module")
 def alone(make_engine):
     """Each case by itself, synchronously, on an engine of its own."""
@@ -49,7 +56,7 @@ def test_in_a_batch_of_16(make_engine, alone, async_scheduling):
     assert run_cases(make_engine(async_scheduling=async_scheduling)) == alone
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@both_slowly
 def test_chunked_at_7_tokens_a_step(make_engine, alone, async_scheduling):
     for case in CASES:
         engine = make_engine(
@@ -70,7 +77,7 @@ def test_with_its_prefix_cached(make_engine, alone):
     assert first == [0, 0, 0] and all(cached >= 16 for cached in second), (first, second)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@both_slowly
 def test_after_forced_preemption(make_engine, alone, async_scheduling):
     engine = make_engine(
         num_kv_blocks=14,  # 13 blocks of 16 tokens for 16 requests of 21 to 80 tokens

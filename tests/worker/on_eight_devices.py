@@ -113,9 +113,9 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [
-        ("a dummy KV head", 2),
+        pytest.param("a dummy KV head", 2, marks=pytest.mark.slow),
         ("two KV heads on each", 4),
-        ("unequal shares of queries", 4),
+        pytest.param("unequal shares of queries", 4, marks=pytest.mark.slow),
         ("an odd vocabulary", 4),
         ("one KV head", 8),
         ("a dummy KV head", 8),

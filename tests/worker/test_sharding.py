@@ -26,11 +26,12 @@ from tests.worker.tiny import INFO
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_meshes_compute_what_one_device_does():
+def test_meshes_compute_what_one_device_does(pytestconfig):
     """In a process of its own, as JAX must know how many devices a CPU shows before it starts."""
     file = Path(__file__).with_name("on_eight_devices.py")
+    slow = ["--slow"] if pytestconfig.getoption("slow") else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "-x", str(file), *slow],
         cwd=ROOT,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": "8"},
         capture_output=True,
