@@ -416,6 +416,12 @@ def _split_data_axis(config: EngineConfig) -> EngineConfig:
 def _check_workers(config: EngineConfig) -> None:
     parallel = config.parallel
     mesh, num_devices = parallel.mesh, parallel.num_devices
+    if parallel.num_hosts > 1 and parallel.data_parallel_size > 1:
+        raise UserError(
+            "Several engine cores, of --data-parallel-size or --mesh DxM, share the devices of one "
+            f"host, and there are {parallel.num_hosts} hosts: --num-hosts, or the environment.",
+            fix="Start one server for each group of hosts, and put a gateway before them.",
+        )
     if num_devices % parallel.num_workers:
         flag, count = "--workers-per-host", parallel.workers_per_host
         if num_devices % parallel.num_hosts:
@@ -429,23 +435,23 @@ def _check_workers(config: EngineConfig) -> None:
             "--executor in_process has one worker, not those of --workers-per-host or --num-hosts.",
             fix="Use --executor worker.",
         )
-    if parallel.num_hosts == 1 and not parallel.host_id:
+    if parallel.num_hosts == 1:
+        if parallel.host_id or parallel.coordinator:
+            raise UserError(
+                "--host-id and --coordinator are for several hosts, and there is one.",
+                fix="Give every host the same --num-hosts as well.",
+            )
         return
-    if parallel.data_parallel_size > 1:
-        raise UserError(
-            "Several engine cores, of --data-parallel-size or --mesh DxM, share the devices of one "
-            "host, and --num-hosts names several.",
-            fix="Start one server for each group of hosts, and put a gateway before them.",
-        )
     if parallel.host_id >= parallel.num_hosts:
         raise UserError(
             f"--host-id {parallel.host_id} is none of --num-hosts {parallel.num_hosts}.",
             fix=f"Number the hosts from 0 to {parallel.num_hosts - 1}.",
         )
     host, _, port = parallel.coordinator.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) <= _MAX_PORT - 2):
+    if not (host and 0 < _number(port) <= _MAX_PORT - 2):
         raise UserError(
-            f"--coordinator {parallel.coordinator!r} is not HOST:PORT.",
+            f"--coordinator {parallel.coordinator!r} is not HOST:PORT with a port up to "
+            f"{_MAX_PORT - 2}; two more follow it.",
             fix="Name host 0 as the others reach it, such as --coordinator 10.0.0.5:8470.",
         )
 
@@ -453,12 +459,18 @@ def _check_workers(config: EngineConfig) -> None:
 def _parse_mesh(mesh: str) -> tuple[int, int]:
     """Lengths of the axes data and model."""
     data, _, model = mesh.partition("x")
-    lengths = [int(text) if text.isascii() and text.isdecimal() else 0 for text in (data, model)]
+    lengths = _number(data), _number(model)
     if not all(0 < length <= _MAX_MESH for length in lengths):
         raise UserError(
-            f"--mesh {mesh} is not two numbers of devices.", fix="Use DxM, such as --mesh 1x4."
+            f"--mesh {mesh!r} is not two numbers of devices from 1 to {_MAX_MESH}.",
+            fix="Use DxM, such as --mesh 1x4.",
         )
-    return lengths[0], lengths[1]
+    return lengths
+
+
+def _number(text: str) -> int:
+    """What the decimal digits of `text` say; 0 if it has others, or too many for any use."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def check_resolved(config: EngineConfig) -> EngineConfig:

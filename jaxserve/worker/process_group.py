@@ -17,7 +17,7 @@ from jaxserve.hosts import share_of_gpus, share_of_tpu_chips
 from jaxserve.messages import ProcessGroup
 
 _START_TIMEOUT_S = 600  # hosts may be started minutes after each other
-_MAX_CPU_DEVICES = 64  # a host's CPU shows as many as a mesh takes
+MAX_CPU_DEVICES = 64  # a host's CPU shows as many as a mesh takes
 _FIRST_TPU_PORT = 8476
 # How the chips of one host lie beside each other.
 _TPU_HOSTS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -30,7 +30,7 @@ def join_group(config: EngineConfig, group: ProcessGroup) -> None:
       UserError: the others do not come, or the chips cannot be shared out like that.
     """
     share = config.parallel.num_devices // group.size
-    if 1 < config.parallel.num_devices <= _MAX_CPU_DEVICES:
+    if 1 < config.parallel.num_devices <= MAX_CPU_DEVICES:
         with contextlib.suppress(RuntimeError):  # too late: JAX has started
             jax.config.update("jax_num_cpu_devices", share)
     if config.parallel.data_parallel_size > 1:

@@ -13,6 +13,7 @@ import psutil
 from jaxserve.config import EngineConfig, replace
 from jaxserve.errors import UserError
 from jaxserve.models.partition import partition
+from jaxserve.worker.process_group import MAX_CPU_DEVICES
 from pallas_kernels.chips import Chip, chip_of
 from pallas_kernels.matmul import MatmulCall
 from pallas_kernels.matmul import explain as explain_matmul
@@ -81,6 +82,12 @@ def find_devices(config: EngineConfig) -> list[jax.Device]:
         raise UserError(
             f"JAX runs on platform {platform!r}, which jaxserve does not serve.",
             fix=f"Set JAX_PLATFORMS to one of {', '.join(_DEFAULTS)}.",
+        )
+    if platform == "cpu" and count > MAX_CPU_DEVICES:
+        raise UserError(
+            f"--mesh {config.parallel.mesh} needs {count} devices, but a CPU shows itself as "
+            f"{MAX_CPU_DEVICES} at most.",
+            fix=f"Use --mesh 1x{MAX_CPU_DEVICES}.",
         )
     if len(devices) < count:
         raise UserError(

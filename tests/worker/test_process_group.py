@@ -75,6 +75,12 @@ def test_two_processes_answer_as_one_and_the_death_of_one_is_named(executor, tmp
     [
         ({"mesh": "1x4", "workers_per_host": 3}, "--workers-per-host 3 cannot share the 4 devices"),
         ({"mesh": "1x2", "workers_per_host": 2, "executor": "in_process"}, "--executor in_process"),
+        ({"mesh": "1x2", "coordinator": "h:8470"}, "for several hosts, and there is one"),
+        ({"mesh": "1x2", "host_id": 1}, "for several hosts, and there is one"),
+        ({"mesh": "2x1", "num_hosts": 2}, "one host, and there are 2 hosts"),
+        ({"mesh": "1x2", "num_hosts": 2, "coordinator": "h:65534"}, "a port up to 65533"),
+        ({"mesh": "1x2", "num_hosts": 2, "coordinator": "h:٨٤٧٠"}, "is not HOST:PORT"),
+        ({"mesh": "1x2", "num_hosts": 2, "coordinator": "h:" + "8" * 5000}, "is not HOST:PORT"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(flags, message, tmp_path):

@@ -102,11 +102,12 @@ def test_dummies_are_zeros_and_wrong_lengths_stay_wrong():
     ("mesh", "problem", "fix"),
     [
         ("33x4", "--mesh 33x4 --data-parallel-size 2 are 66 engine cores", "several servers"),
-        ("4", "--mesh 4 is not", "such as --mesh 1x4"),
-        ("1x0", "--mesh 1x0 is not", "such as --mesh 1x4"),
-        ("1x-2", "--mesh 1x-2 is not", "such as --mesh 1x4"),
-        ("1x4x2", "--mesh 1x4x2 is not", "such as --mesh 1x4"),
-        ("1x99999", "--mesh 1x99999 is not", "such as --mesh 1x4"),
+        ("4", "--mesh '4' is not", "such as --mesh 1x4"),
+        ("1x0", "--mesh '1x0' is not", "such as --mesh 1x4"),
+        ("1x-2", "--mesh '1x-2' is not", "such as --mesh 1x4"),
+        ("1x4x2", "--mesh '1x4x2' is not", "such as --mesh 1x4"),
+        ("1x" + "9" * 5000, "9' is not two numbers of devices from 1 to 4096", "--mesh 1x4"),
+        ("1x99999", "--mesh '1x99999' is not", "such as --mesh 1x4"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(mesh, problem, fix):
@@ -133,6 +134,9 @@ def test_more_devices_than_there_are_is_refused(monkeypatch):
         sizing.find_devices(configs.replace(config, mesh="1x8"))
     assert caught.value.problem == "--mesh 1x8 needs 8 devices, but JAX has 4."
     assert caught.value.fix == "Use --mesh 1x4."
+    devices[0].platform = "cpu"
+    with pytest.raises(UserError, match="a CPU shows itself as 64 at most"):
+        sizing.find_devices(configs.replace(config, mesh="1x65"))
 
 
 @pytest.mark.parametrize(
