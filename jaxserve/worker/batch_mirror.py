@@ -69,9 +69,14 @@ class BatchMirror:
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         # Runs of tokens that the device has not seen, as (first position, tokens), by row.
         self._known_tokens: dict[int, list[tuple[int, np.ndarray]]] = {}
+        self._decoding: StepInput | None = None  # the last step, if all rows only decoded in it
 
     def apply(self, plan: SchedulerOutput) -> StepInput:
         """Takes in one plan; returns what the device must do for it."""
+        is_usual = not (plan.num_tokens or plan.admitted or plan.released_rows)
+        if is_usual and not plan.forced_tokens and not self._known_tokens:
+            return self._decode_all(plan)
+        self._decoding = None
         for row in plan.released_rows:
             assert self._is_live[row], f"row {row} is released but not live in step {plan.step_id}"
             self._is_live[row] = False
@@ -95,6 +100,27 @@ class BatchMirror:
         self._num_tokens[rows] += samples
         addresses, values = np.concatenate(writes, axis=1)
         return StepInput(rows, q_lens, samples, token_ids, addresses, values, ends - q_lens)
+
+    def _decode_all(self, plan: SchedulerOutput) -> StepInput:
+        """As `apply`, where each live row computes the one token that it lacks: the common case,
+        in which only what changes from step to step is computed."""
+        step = self._decoding
+        if step is None:
+            rows = np.flatnonzero(self._is_live).astype(np.int32)
+            ones, none = np.ones(len(rows), np.int32), np.zeros(0, np.int32)
+            step = StepInput(rows, ones, ones.astype(bool), -ones, none, none, ones)
+        starts = self._num_computed[step.rows]
+        ends = starts + 1
+        assert np.array_equal(ends, self._num_tokens[step.rows]), (
+            f"step {plan.step_id} computes tokens that no live row has"
+        )
+        self._num_computed[step.rows] = ends
+        self._num_tokens[step.rows] = ends + 1
+        self._decoding = step
+        if plan.new_blocks:
+            addresses, values = self._add_blocks(plan.new_blocks)
+            step = step._replace(addresses=addresses, values=values)
+        return step._replace(num_computed=starts)
 
     def _admit(self, admitted: AdmittedRow) -> Int32[np.ndarray, "2 W"]:
         """Takes in a row; returns the addresses and values of its line."""

@@ -132,7 +132,9 @@ class ModelRunner:
         step, state = forwarded.step, self._state
         num_rows = forwarded.logits.shape[0]
         args = (forwarded.logits, forwarded.sampling_rows, state.step.table)
-        if mask is None and self._option_rows.isdisjoint(step.rows[step.samples].tolist()):
+        if mask is None and not (
+            self._option_rows and self._option_rows.intersection(step.rows[step.samples].tolist())
+        ):
             tokens, table = self._programs.samples[num_rows](*args)
             options = state.options
         else:
