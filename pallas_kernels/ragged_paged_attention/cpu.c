@@ -2,8 +2,9 @@
 //
 // An item of work is a tile of one row's queries, with the query heads of one KV head: its lines.
 // Keys are taken a block at a time, with a running softmax a line. Where there are few lines, as in
-// decoding, a key is read once for all of them; where there are many, the block is first turned, so
-// that a vector has one dimension of many keys.
+// decoding, a vector has dimensions of one line, and a key is read once for all of them. Where there
+// are many, arrays of lines are turned, so that a vector has one dimension, or one score, of many
+// lines, and nothing is ever summed up within a vector.
 
 #include <math.h>
 
@@ -12,8 +13,11 @@
 enum {
   BLOCK = 64,       // keys
   MAX_LINES = 48,   // of a tile, where one query has fewer
-  FEW_LINES = 8,    // too few to turn keys for
-  MAX_PARTS = 8,    // vectors of sums at a time
+  FEW_LINES = 8,
+  MAX_PARTS = 8,    // of few lines: vectors of sums at a time
+  // Of many lines: sums that are kept in registers, vectors of lines by keys or by dimensions.
+  TILE_PARTS = 3,
+  TILE_KEYS = LANES == 16 ? 8 : 4,
 };
 
 typedef struct {
@@ -78,23 +82,6 @@ static void score_few(const Attention *a, const float *q, int64_t num_lines, con
   }
 }
 
-// As above, of turned keys [H, BLOCK]; scores past the keys that there are hold anything.
-static void score_many(const Attention *a, const float *q, int64_t num_lines, const float *turned,
-                       float *scores) {
-  enum { PARTS = BLOCK / LANES };
-  int64_t head_dim = a->head_dim;
-  for (int64_t line = 0; line < num_lines; line++) {
-    Floats sums[PARTS] = {0};
-    for (int64_t d = 0; d < head_dim; d++) {
-      Floats query = all_lanes(q[line * head_dim + d]);
-      for (int part = 0; part < PARTS; part++)
-        sums[part] += query * load(turned + d * BLOCK + part * LANES);
-    }
-    for (int part = 0; part < PARTS; part++)
-      store(scores + line * BLOCK + part * LANES, sums[part]);
-  }
-}
-
 // sums[line] = sums[line] * faded[line] + weights[line] x values, of `count` keys.
 static void add_values(const Attention *a, int64_t num_lines, const float *weights,
                        const float *faded, const float *values, int64_t count, float *sums) {
@@ -125,33 +112,29 @@ static void add_values(const Attention *a, int64_t num_lines, const float *weigh
   }
 }
 
+// Of few lines: q and sums [lines, H], scores [lines, BLOCK]. Of many: q, times the scale, and sums
+// [H, lines], scores [BLOCK, lines], lines padded to a tile; newest: the last token that each sees.
 typedef struct {
-  float *q, *keys, *turned, *values, *scores, *sums, *peaks, *totals, *faded;
+  float *q, *keys, *values, *scores, *sums, *peaks, *totals, *faded, *newest;
 } Scratch;
 
-// One block of keys from `begin` on, of which the row has `count`, for all lines of a tile; the
-// query of line 0 is at `position`.
-static void attend_block(const Attention *a, const Scratch *s, int64_t row, int64_t kv_head,
-                         int64_t begin, int64_t count, int64_t num_lines, int64_t group,
-                         int64_t position) {
+static void load_block(const Attention *a, const Scratch *s, int64_t row, int64_t kv_head,
+                       int64_t begin, int64_t count) {
   int64_t head_dim = a->head_dim;
-  int is_many = num_lines > FEW_LINES;
   for (int64_t i = 0; i < count; i++) {
     int64_t entry = place_of(a, row, begin + i, kv_head) * head_dim;
     for (int64_t d = 0; d < head_dim; d += LANES) {
-      Floats key = load_cached(a, a->keys, entry + d);
-      if (is_many)
-        for (int lane = 0; lane < LANES; lane++) s->turned[(d + lane) * BLOCK + i] = key[lane];
-      else
-        store(s->keys + i * head_dim + d, key);
+      store(s->keys + i * head_dim + d, load_cached(a, a->keys, entry + d));
       store(s->values + i * head_dim + d, load_cached(a, a->values, entry + d));
     }
   }
-  if (is_many)
-    score_many(a, s->q, num_lines, s->turned, s->scores);
-  else
-    score_few(a, s->q, num_lines, s->keys, count, s->scores);
+}
 
+// One block of keys from `begin` on, of which the row has `count`, for the few lines of a tile; the
+// query of line 0 is at `position`.
+static void attend_few(const Attention *a, const Scratch *s, int64_t begin, int64_t count,
+                       int64_t num_lines, int64_t group, int64_t position) {
+  score_few(a, s->q, num_lines, s->keys, count, s->scores);
   for (int64_t line = 0; line < num_lines; line++) {
     float *scores = s->scores + line * BLOCK;
     int64_t newest = position + line / group;
@@ -183,48 +166,158 @@ static void attend_block(const Attention *a, const Scratch *s, int64_t row, int6
   add_values(a, num_lines, s->scores, s->faded, s->values, count, s->sums);
 }
 
+static inline Floats select_of(Ints mask, Floats one, Floats other) {
+  return (Floats)(((Ints)one & mask) | ((Ints)other & ~mask));
+}
+
+// scores[key][line] of `count` keys.
+static void score_many(const Attention *a, const Scratch *s, int64_t count, int64_t num_lines) {
+  int64_t head_dim = a->head_dim;
+  for (int64_t key = 0; key < count; key += TILE_KEYS) {
+    const float *keys[TILE_KEYS];
+    for (int k = 0; k < TILE_KEYS; k++)
+      keys[k] = s->keys + (key + k < count ? key + k : key) * head_dim;
+    for (int64_t line = 0; line < num_lines; line += TILE_PARTS * LANES) {
+      Floats sums[TILE_KEYS][TILE_PARTS] = {0};
+      for (int64_t d = 0; d < head_dim; d++) {
+        Floats lines[TILE_PARTS];
+        for (int part = 0; part < TILE_PARTS; part++) {
+          lines[part] = load(s->q + d * num_lines + line + part * LANES);
+          keep_in_register(lines[part]);
+        }
+        for (int k = 0; k < TILE_KEYS; k++) {
+          Floats entry = all_lanes(keys[k][d]);
+          for (int part = 0; part < TILE_PARTS; part++) sums[k][part] += entry * lines[part];
+        }
+      }
+      for (int k = 0; k < TILE_KEYS && key + k < count; k++)
+        for (int part = 0; part < TILE_PARTS; part++)
+          store(s->scores + (key + k) * num_lines + line + part * LANES, sums[k][part]);
+    }
+  }
+}
+
+// Scores of a vector of lines to weights, with what those make of peaks, totals and faded. At an
+// edge, some lines do not see all keys.
+static void weigh_many(const Attention *a, const Scratch *s, int64_t begin, int64_t count,
+                       int64_t num_lines, int64_t line, int is_edge) {
+  const Floats none = all_lanes(-INFINITY);
+  Floats newest = load(s->newest + line), before = load(s->peaks + line), peak = before;
+  Floats oldest = a->window ? newest - all_lanes(a->window - 1) : none;
+  for (int64_t i = 0; i < count; i++) {
+    float *at = s->scores + i * num_lines + line;
+    Floats score = load(at), key = all_lanes(begin + i);
+    if (a->soft_cap != 0)
+      for (int lane = 0; lane < LANES; lane++)
+        score[lane] = a->soft_cap * tanhf(score[lane] / a->soft_cap);
+    if (is_edge) score = select_of((key <= newest) & (key >= oldest), score, none);
+    store(at, score);
+    // A score that is no number is kept: the output shall not be one either.
+    peak = select_of((score > peak) | (score != score), score, peak);
+  }
+  Floats finite = select_of(peak == none, all_lanes(0), peak);  // where no key was seen so far
+  Floats faded = exp_of(before - finite), total = load(s->totals + line) * faded;
+  for (int64_t i = 0; i < count; i++) {
+    float *at = s->scores + i * num_lines + line;
+    Floats score = load(at), weight = exp_of(score - finite);
+    if (is_edge) weight = select_of(score == none, all_lanes(0), weight);
+    total += weight;
+    store(at, weight);
+  }
+  store(s->peaks + line, peak);
+  store(s->faded + line, faded);
+  store(s->totals + line, total);
+}
+
+// sums[dimension][line] = sums * faded[line] + weights x values, of `count` keys.
+static void add_many(const Attention *a, const Scratch *s, int64_t count, int64_t num_lines) {
+  for (int64_t line = 0; line < num_lines; line += TILE_PARTS * LANES) {
+    for (int64_t d = 0; d < a->head_dim; d += TILE_KEYS) {
+      Floats sums[TILE_KEYS][TILE_PARTS];
+      for (int k = 0; k < TILE_KEYS; k++)
+        for (int part = 0; part < TILE_PARTS; part++)
+          sums[k][part] = load(s->sums + (d + k) * num_lines + line + part * LANES) *
+                          load(s->faded + line + part * LANES);
+      for (int64_t i = 0; i < count; i++) {
+        Floats weights[TILE_PARTS];
+        for (int part = 0; part < TILE_PARTS; part++) {
+          weights[part] = load(s->scores + i * num_lines + line + part * LANES);
+          keep_in_register(weights[part]);
+        }
+        for (int k = 0; k < TILE_KEYS; k++) {
+          Floats value = all_lanes(s->values[i * a->head_dim + d + k]);
+          for (int part = 0; part < TILE_PARTS; part++) sums[k][part] += value * weights[part];
+        }
+      }
+      for (int k = 0; k < TILE_KEYS; k++)
+        for (int part = 0; part < TILE_PARTS; part++)
+          store(s->sums + (d + k) * num_lines + line + part * LANES, sums[k][part]);
+    }
+  }
+}
+
+static int64_t pad_lines(int64_t num_lines) {
+  int64_t tile = TILE_PARTS * LANES;
+  return num_lines > FEW_LINES ? (num_lines + tile - 1) / tile * tile : num_lines;
+}
+
 static void attend_tile(const Attention *a, const Scratch *s, int64_t row, int64_t tile,
                         int64_t kv_head) {
   int64_t head_dim = a->head_dim, group = a->num_heads / a->num_kv_heads;
   int64_t first = tile * a->queries_per_tile, num_queries = a->q_lens[row] - first;
   if (num_queries > a->queries_per_tile) num_queries = a->queries_per_tile;
-  int64_t num_lines = num_queries * group;
-  int64_t position = a->kv_lens[row] - a->q_lens[row] + first;
+  int64_t num_lines = num_queries * group, num_padded = pad_lines(num_lines);
+  int is_many = num_lines > FEW_LINES;
+  // Where entry d of a line is: at line * by_line + d * by_entry.
+  int64_t by_line = is_many ? 1 : head_dim, by_entry = is_many ? num_padded : 1;
+  int64_t position = a->kv_lens[row] - a->q_lens[row] + first, end = position + num_queries;
   int64_t token = a->starts[row] + first;
-  for (int64_t line = 0; line < num_lines; line++) {
-    int64_t head = kv_head * group + line % group;
-    memcpy(s->q + line * head_dim, a->q + ((token + line / group) * a->num_heads + head) * head_dim,
-           sizeof(float) * head_dim);
+  for (int64_t line = 0; line < num_padded; line++) {
+    int64_t of = line < num_lines ? line : num_lines - 1;
+    int64_t head = kv_head * group + of % group;
+    const float *q = a->q + ((token + of / group) * a->num_heads + head) * head_dim;
+    for (int64_t d = 0; d < head_dim; d++)
+      s->q[line * by_line + d * by_entry] = is_many ? q[d] * a->scale : q[d];
+    s->newest[line] = position + of / group;
     s->peaks[line] = a->sinks ? a->sinks[head] : -INFINITY;
     s->totals[line] = a->sinks ? 1 : 0;
   }
-  memset(s->sums, 0, sizeof(float) * num_lines * head_dim);
-  int64_t end = position + num_queries;
+  memset(s->sums, 0, sizeof(float) * num_padded * head_dim);
   int64_t begin = a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
   for (; begin < end; begin += BLOCK) {
     int64_t count = end - begin < BLOCK ? end - begin : BLOCK;
-    attend_block(a, s, row, kv_head, begin, count, num_lines, group, position);
+    load_block(a, s, row, kv_head, begin, count);
+    if (!is_many) {
+      attend_few(a, s, begin, count, num_lines, group, position);
+      continue;
+    }
+    int is_edge = begin + count - 1 > position || (a->window && end - a->window > begin);
+    score_many(a, s, count, num_padded);
+    for (int64_t line = 0; line < num_padded; line += LANES)
+      weigh_many(a, s, begin, count, num_padded, line, is_edge);
+    add_many(a, s, count, num_padded);
   }
   for (int64_t line = 0; line < num_lines; line++) {
     int64_t head = kv_head * group + line % group;
     float *out = a->out + ((token + line / group) * a->num_heads + head) * head_dim;
     for (int64_t d = 0; d < head_dim; d++)
-      out[d] = s->sums[line * head_dim + d] / s->totals[line];
+      out[d] = s->sums[line * by_line + d * by_entry] / s->totals[line];
   }
 }
 
 static void attend(const void *work, int64_t begin, int64_t end) {
   const Attention *a = work;
-  int64_t group = a->num_heads / a->num_kv_heads, num_lines = a->queries_per_tile * group;
+  int64_t num_lines = pad_lines(a->queries_per_tile * (a->num_heads / a->num_kv_heads));
   int64_t head_dim = a->head_dim;
-  int64_t sizes[] = {num_lines * head_dim, BLOCK * head_dim, BLOCK * head_dim,
-                     BLOCK * head_dim,     num_lines * BLOCK, num_lines * head_dim,
-                     num_lines,            num_lines,         num_lines};
+  int64_t sizes[] = {num_lines * head_dim, BLOCK * head_dim,     BLOCK * head_dim,
+                     num_lines * BLOCK,    num_lines * head_dim, num_lines,
+                     num_lines,            num_lines,            num_lines};
   enum { NUM_ARRAYS = sizeof sizes / sizeof *sizes };
   int64_t total = 0;
-  for (int i = 0; i < NUM_ARRAYS; i++) total += sizes[i];
+  for (int i = 0; i < NUM_ARRAYS; i++) total += (sizes[i] + LANES - 1) / LANES * LANES;
   float *memory = scratch_of(total), *arrays[NUM_ARRAYS];
-  for (int i = 0, at = 0; i < NUM_ARRAYS; at += sizes[i], i++) arrays[i] = memory + at;
+  for (int i = 0, at = 0; i < NUM_ARRAYS; at += (sizes[i] + LANES - 1) / LANES * LANES, i++)
+    arrays[i] = memory + at;
   Scratch s = {arrays[0], arrays[1], arrays[2], arrays[3], arrays[4],
                arrays[5], arrays[6], arrays[7], arrays[8]};
   // Items go by row, then by tile, then by KV head.
