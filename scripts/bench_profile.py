@@ -54,17 +54,18 @@ async def load(client: Client, num_streams: int, seconds: float, root: psutil.Pr
     """Prints the table of some seconds under `num_streams` streams."""
     rng, words = random.Random(num_streams), words_of_one_token()
     prompt_len = 64 if num_streams == 1 else 128
-    num_events = 0
+    num_events, begun = 0, set[int]()
 
-    async def stream() -> None:
+    async def stream(number: int) -> None:
         nonlocal num_events
         while True:
             prompt = "".join(" " + rng.choice(words) for _ in range(prompt_len))
             async for _ in client.events(prompt, 400):
                 num_events += 1
+                begun.add(number)
 
-    streams = [asyncio.create_task(stream()) for _ in range(num_streams)]
-    while num_events < num_streams * 4:  # all decode
+    streams = [asyncio.create_task(stream(number)) for number in range(num_streams)]
+    while len(begun) < num_streams:  # until all decode
         await asyncio.sleep(0.1)
     await asyncio.sleep(_WARM_S)
     before, events, own_s = thread_times(root), num_events, time.process_time()
