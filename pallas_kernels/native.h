@@ -62,8 +62,7 @@ static inline float sum_of(Floats lanes) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-// Memory of this thread, which stays until it asks for more: with what malloc takes from the system
-// and gives back each time, a product took three times as long.
+// Memory of this thread, in whole lines of the cache, which stays until it asks for more.
 static inline float *scratch_of(int64_t num_floats) {
   static _Thread_local float *memory;
   static _Thread_local int64_t capacity;

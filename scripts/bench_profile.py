@@ -66,6 +66,8 @@ async def load(client: Client, num_streams: int, seconds: float, root: psutil.Pr
 
     streams = [asyncio.create_task(stream(number)) for number in range(num_streams)]
     while len(begun) < num_streams:  # until all decode
+        for failed in filter(asyncio.Task.done, streams):
+            failed.result()
         await asyncio.sleep(0.1)
     await asyncio.sleep(_WARM_S)
     before, events, own_s = thread_times(root), num_events, time.process_time()

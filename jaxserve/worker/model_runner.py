@@ -132,9 +132,10 @@ class ModelRunner:
         step, state = forwarded.step, self._state
         num_rows = forwarded.logits.shape[0]
         args = (forwarded.logits, forwarded.sampling_rows, state.step.table)
-        if mask is None and not (
-            self._option_rows and self._option_rows.intersection(step.rows[step.samples].tolist())
-        ):
+        is_plain = not self._option_rows or self._option_rows.isdisjoint(
+            step.rows[step.samples].tolist()
+        )
+        if mask is None and is_plain:
             tokens, table = self._programs.samples[num_rows](*args)
             options = state.options
         else:

@@ -52,7 +52,7 @@ _DEFAULTS = {
         8,
         8,
         "bfloat16",
-        "half the bytes of float32, and XLA's products are faster",
+        "half the bytes of float32",
     ),
     "gpu": _PlatformDefaults(64, 256, 2048, 2048, 16, 256, "bfloat16", "the matrix units' type"),
     "tpu": _PlatformDefaults(128, 256, 2048, 2048, 16, 256, "bfloat16", "the matrix units' type"),

@@ -137,7 +137,7 @@ class Worker:
             sizing.kv_cache_layout(config, chip.platform),
             chip,
             config.worker.attention,
-            "xla" if config.worker.matmul == "xla" else "auto",  # XLA has larger products
+            "xla" if config.worker.matmul == "xla" else "auto",  # XLA has what C refuses
             jnp.dtype(config.model.dtype),
             buckets[0].num_tokens,
             mesh,

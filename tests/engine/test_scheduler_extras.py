@@ -14,6 +14,7 @@ from jaxserve.messages import (
     RowExtras,
     SamplingParams,
 )
+from tests.engine.schedules import plan_step
 from tests.fakes import fake_embedding, fake_logprobs
 
 
@@ -43,13 +44,6 @@ def add(
     )
     scheduler.add_request(request)
     return request
-
-
-def plan_step(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.schedule(7.0)
-    scheduler.check_invariants()
-    assert plan is not None
-    return plan
 
 
 def finish(scheduler: Scheduler, plan: StepPlan, *extras: RowExtras) -> list[EngineCoreOutput]:
