@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float32, Int32
 
 from jaxserve.messages import (
@@ -24,6 +25,7 @@ from jaxserve.messages import (
     SamplingParams,
 )
 from jaxserve.worker.logits_processors import LogitsProcessor
+from jaxserve.worker.sharding import keep_whole
 
 _NUM_RECENT = MAX_BAD_WORD_LEN - 1
 _IN_PROMPT = 1 << 30  # the bit of a token's count that says the prompt has it
@@ -206,7 +208,7 @@ def read_options(
 
 
 def bar_by_masks(
-    logits: Float32[Array, "R V"], options: RowOptions, mask: Int32[Array, "R W"]
+    logits: Float32[Array, "R V"], options: RowOptions, mask: Int32[Array, "R W"], mesh: Mesh
 ) -> Float32[Array, "R V"]:
     """-inf for what a row's grammar mask or its allowed tokens leave out.
 
@@ -216,7 +218,10 @@ def bar_by_masks(
     both = jnp.where(options.has_allowed != 0, mask & options.allowed, mask)
     both = jnp.where((both != 0).any(axis=-1, keepdims=True), both, mask)
     num_rows, vocab_size = logits.shape
-    bits = both[:, :, None] >> jnp.arange(32) & 1
+    # Halves of words: a device's share of the vocabulary may begin within a word.
+    halves = (both[:, :, None] >> jnp.array([0, 16])).reshape(num_rows, -1)
+    halves = keep_whole(mesh, halves[:, : -(-vocab_size // 16)])
+    bits = halves[:, :, None] >> jnp.arange(16) & 1
     return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
 
 

@@ -47,7 +47,7 @@ def sample_with_options(
     mesh: Mesh,
 ) -> Int32[Array, " R"]:
     """As `sample`, from what `apply_options` makes of the logits."""
-    logits = apply_options(logits, rows, num_tokens, options, mask, shape)
+    logits = apply_options(logits, rows, num_tokens, options, mask, shape, mesh)
     return _choose(logits, rows, num_tokens, mesh)
 
 
@@ -58,13 +58,14 @@ def apply_options(
     options: RowOptions,
     mask: Int32[Array, "R W"],
     shape: Callable[[Float32[Array, "R V"]], Float32[Array, "R V"]],
+    mesh: Mesh,
 ) -> Float32[Array, "R V"]:
     """The logits after everything that comes before the temperature.
 
     Order: mask and allowed tokens; bad words and min_tokens, unless they leave nothing; `shape`,
     which is bias, penalties and logits processors.
     """
-    masked = bar_by_masks(logits, options, mask)
+    masked = bar_by_masks(logits, options, mask, mesh)
 
     def bar_and_shape() -> Float32[Array, "R V"]:
         barred = jax.lax.cond(

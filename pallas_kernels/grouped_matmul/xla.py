@@ -1,7 +1,8 @@
 """The op by `jax.lax.ragged_dot`.
 
 On TPUs XLA has a kernel for it, which reads the weights of groups that have tokens, once, in their
-own dtype. On GPUs and CPUs it multiplies every token, or zeros, with every group.
+own dtype; but int8 on a TPU7x, whose units do not multiply it, is written out in float32 before. On
+GPUs and CPUs it multiplies every token, or zeros, with every group.
 """
 
 import jax

@@ -127,5 +127,7 @@ def test_grouped(compilers: Compilers, table: list[str], jobs: tuple[Grouped]) -
     # On TPUs XLA's own kernel; on GPUs every token, or zeros, with every group, fused or not.
     is_kernel = "tpu_custom_call" in result.hlo
     assert is_kernel == (COMPILED_CHIPS[cell.chip].platform == "tpu")
-    if is_kernel:
-        assert result.temp_bytes < size // 8
+    if (cell.chip, cell.dtype) == ("tpu7x", "int8"):  # which its units do not multiply
+        assert result.temp_bytes >= 4 * size
+    elif is_kernel:  # tokens, and no weight
+        assert result.temp_bytes < size // 4

@@ -117,6 +117,7 @@ def device_logits(logits, table, state, mask):
         options,
         mask,
         lambda x: shape_logits(x, options, state.counts, option_rows, SPEC),
+        tiny.SPEC.mesh,
     )
 
 
