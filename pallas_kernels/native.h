@@ -12,6 +12,7 @@
 #include "xla/ffi/api/c_api.h"
 
 #ifdef __AVX512F__
+#include <immintrin.h>
 #define LANES 16
 #else
 #define LANES 8
@@ -45,7 +46,11 @@ static inline Floats all_lanes(float value) { return value - (Floats){0}; }
 static inline Floats load_bfloat16(const uint16_t *at) {
   Halves halves;
   memcpy(&halves, at, sizeof halves);
+#ifdef __AVX512F__
+  return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)halves) << 16);  // GCC's takes two of 256
+#else
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 static inline float float_of(uint16_t half) {
@@ -62,17 +67,19 @@ static inline float sum_of(Floats lanes) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
+enum { NUM_SCRATCHES = 2 };
+
 // Memory of this thread, in whole lines of the cache, which stays until it asks for more.
-static inline float *scratch_of(int64_t num_floats) {
-  static _Thread_local float *memory;
-  static _Thread_local int64_t capacity;
-  if (num_floats > capacity) {
-    free(memory);
-    capacity = (num_floats + 15) / 16 * 16;
-    memory = aligned_alloc(64, sizeof(float) * capacity);
-    if (memory == NULL) abort();  // as XLA's own allocations do
+static inline float *scratch_of(int number, int64_t num_floats) {
+  static _Thread_local float *memory[NUM_SCRATCHES];
+  static _Thread_local int64_t capacity[NUM_SCRATCHES];
+  if (num_floats > capacity[number]) {
+    free(memory[number]);
+    capacity[number] = (num_floats + 15) / 16 * 16;
+    memory[number] = aligned_alloc(64, sizeof(float) * capacity[number]);
+    if (memory[number] == NULL) abort();  // as XLA's own allocations do
   }
-  return memory;
+  return memory[number];
 }
 
 // Computes items begin to end of `work`.
@@ -81,20 +88,26 @@ typedef void Run(const void *work, int64_t begin, int64_t end);
 typedef struct {
   Run *run;
   const void *work;
-  int64_t num_items, run_len;
+  int64_t num_items, run_len, num_threads;
   _Atomic int64_t num_taken, num_done;  // items
   _Atomic int num_users;                // the last one frees this
 } Shared;
 
+// Takes runs, long ones at first: within a run, memory can be asked for ahead.
 static void take_part(Shared *shared) {
+  int64_t begin = atomic_load_explicit(&shared->num_taken, memory_order_relaxed), end;
   for (;;) {
-    int64_t begin =
-        atomic_fetch_add_explicit(&shared->num_taken, shared->run_len, memory_order_relaxed);
-    if (begin >= shared->num_items) return;
-    int64_t end = begin + shared->run_len;
-    if (end > shared->num_items) end = shared->num_items;
+    do {
+      if (begin >= shared->num_items) return;
+      int64_t share = (shared->num_items - begin) / (2 * shared->num_threads);
+      int64_t num_runs = share / shared->run_len;
+      end = begin + shared->run_len * (num_runs > 1 ? num_runs : 1);
+      if (end > shared->num_items) end = shared->num_items;
+    } while (!atomic_compare_exchange_weak_explicit(&shared->num_taken, &begin, end,
+                                                    memory_order_relaxed, memory_order_relaxed));
     shared->run(shared->work, begin, end);
     atomic_fetch_add_explicit(&shared->num_done, end - begin, memory_order_release);
+    begin = atomic_load_explicit(&shared->num_taken, memory_order_relaxed);
   }
 }
 
@@ -132,7 +145,7 @@ static int count_helpers(const XLA_FFI_CallFrame *frame, int64_t num_runs) {
   return useful < 0 ? 0 : useful < MAX_HELPERS ? useful : MAX_HELPERS;
 }
 
-// Runs all items, `run_len` of them at a time, with what threads come to help meanwhile; `work` is
+// Runs all items, at least `run_len` of them at a time, with what threads come to help meanwhile; `work` is
 // read until this returns, by no one after.
 static void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, int64_t num_items,
                   int64_t run_len) {
@@ -143,7 +156,8 @@ static void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, in
   }
   Shared *shared = malloc(sizeof *shared);
   if (shared == NULL) abort();  // as XLA's own allocations do
-  *shared = (Shared){.run = run, .work = work, .num_items = num_items, .run_len = run_len};
+  *shared = (Shared){.run = run, .work = work, .num_items = num_items, .run_len = run_len,
+                     .num_threads = 1 + num_helpers};
   atomic_init(&shared->num_users, 1 + num_helpers);
   for (int i = 0; i < num_helpers; i++) {
     XLA_FFI_ThreadPool_Schedule_Args schedule = {sizeof schedule, NULL, frame->ctx, help, shared};

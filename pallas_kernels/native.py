@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-_HEADER = Path(__file__).with_name("native.h")
+_HEADERS = tuple(sorted(Path(__file__).parent.rglob("*.h")))
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
 _COMPILE_S = 120
 
@@ -30,12 +30,23 @@ def problem(source: Path, target: str) -> str | None:
     Returns what stands in the way, if something does.
     """
     try:
-        library = ctypes.CDLL(str(make_library(source)))
+        function = getattr(library(source), target)
     except (OSError, subprocess.SubprocessError) as error:
         return " ".join(str(error).split())
-    capsule = jax.ffi.pycapsule(getattr(library, target))
-    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return None
+
+
+@functools.cache
+def library(source: Path) -> ctypes.CDLL:
+    """The loaded library of `source`; raises what `make_library` does."""
+    return ctypes.CDLL(str(make_library(source)))
+
+
+@functools.cache
+def has_tiles(source: Path) -> bool:
+    """Whether the library of `source` multiplies bfloat16 by this CPU's unit for tiles (AMX)."""
+    return bool(library(source).jaxserve_has_tiles())
 
 
 def make_library(source: Path) -> Path:
@@ -45,7 +56,7 @@ def make_library(source: Path) -> Path:
       OSError, SubprocessError: there is no C compiler, or it fails.
     """
     compiler = _compiler()
-    texts = (path.read_text("utf-8") for path in (source, _HEADER))
+    texts = (path.read_text("utf-8") for path in (source, *_HEADERS))
     parts = (*texts, importlib.metadata.version("jaxlib"), cpu(), *compiler, *_FLAGS)
     digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
     try:
@@ -57,7 +68,7 @@ def make_library(source: Path) -> Path:
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / path.name
-            include = (f"-I{jax.ffi.include_dir()}", f"-I{_HEADER.parent}")
+            include = (f"-I{jax.ffi.include_dir()}", f"-I{Path(__file__).parent}")
             command = [*compiler, *_FLAGS, *include, str(source), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
             if done.returncode:

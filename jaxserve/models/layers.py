@@ -1,7 +1,7 @@
 """The layers that architectures share: functions of arrays, no state."""
 
 import math
-from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,29 @@ def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> 
     return (normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-type Matmul = Callable[
-    [Float[Array, "T I"], Float[Array, "L O I"], int | Int32[Array, ""]], Float32[Array, "T O"]
-]
+@runtime_checkable
+class Matmul(Protocol):
+    """x times a layer's transposed weight; see `pallas_kernels.matmul`."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T I"],
+        weights: Float[Array, "L O I"],
+        layer: int | Int32[Array, ""],
+        *,
+        out_dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> Float[Array, "T O"]: ...
 
 
 def matmul_by_xla(
-    x: Float[Array, "T I"], weights: Float[Array, "L O I"], layer: int | Int32[Array, ""]
-) -> Float32[Array, "T O"]:
-    """x times a layer's transposed weight; see `pallas_kernels.matmul`."""
-    return xla.matmul(x, weights, layer, x.shape[0])
+    x: Float[Array, "T I"],
+    weights: Float[Array, "L O I"],
+    layer: int | Int32[Array, ""],
+    *,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Float[Array, "T O"]:
+    """See `Matmul`."""
+    return xla.matmul(x, weights, layer, x.shape[0], out_dtype)
 
 
 def linear(
@@ -41,7 +54,7 @@ def linear(
     """x times a layer's weight, which is stored as published, output axes first; accumulates in
     float32. The weights of all layers are one argument, as a slice might be a copy."""
     matrices = weights.reshape(weights.shape[0], -1, weights.shape[-1])  # as they lie
-    product = matmul(x, matrices, layer).astype(x.dtype)
+    product = matmul(x, matrices, layer, out_dtype=x.dtype)
     return product.reshape(x.shape[0], *weights.shape[1:-1])
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.chips import Chip
@@ -24,7 +26,8 @@ class MatmulImplementation(dispatch.Implementation[MatmulCall], Protocol):
         weights: Float[Array, "L F D"],
         layer: int | Int32[Array, ""],
         num_tokens: int | Int32[Array, ""],
-    ) -> Float32[Array, "M F"]:
+        out_dtype: jax.typing.DTypeLike,
+    ) -> Float[Array, "M F"]:
         """See `pallas_kernels.matmul.matmul`; arguments are checked."""
         ...
 
@@ -44,14 +47,16 @@ def matmul(
     layer: int | Int32[Array, ""] = 0,
     num_tokens: int | Int32[Array, ""] | None = None,
     *,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
     chip: Chip,
     num_devices: int = 1,
     implementation: str = "auto",
-) -> Float32[Array, "M F"]:
+) -> Float[Array, "M F"]:
     """x @ weights[layer].T, summed up in float32; inputs of float32 are not rounded.
 
     num_tokens: live rows of x, the first ones; None: all. What comes of others is finite if they
       are, and unspecified.
+    out_dtype: what the sums are rounded to.
     num_devices: over which a compiler may cut the arrays.
 
     Raises:
@@ -64,4 +69,4 @@ def matmul(
     call = MatmulCall(chip, shape, weights.dtype, num_devices)
     chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER, implementation, call)
     live = x.shape[0] if num_tokens is None else num_tokens
-    return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live)
+    return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live, out_dtype)

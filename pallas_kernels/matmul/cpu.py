@@ -1,6 +1,8 @@
-"""The op on a CPU, in C: few tokens take the time of reading the weights, many that of float32.
+"""The op on a CPU, in C: few tokens take the time of reading the weights, many that of the unit for
+tiles (AMX), or else of float32.
 
-XLA's products of few tokens are slower than that; those of many where it emulates bfloat16.
+XLA's products of few tokens are slower than that; those of many where it emulates bfloat16, or does
+not ask for weights ahead.
 """
 
 import functools
@@ -10,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Int32
 
 from pallas_kernels import native
 from pallas_kernels.matmul.specs import MatmulCall
@@ -28,9 +30,11 @@ def unsupported_reason(call: MatmulCall) -> str | None:
         return "does not cut arrays over devices"
     if call.weight_dtype != jnp.bfloat16:
         return f"multiplies with weights of bfloat16, not {call.weight_dtype.name}"
-    if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16():
-        return f"is for up to {_FEW_TOKENS} tokens where the CPU multiplies bfloat16"
-    return native.problem(_SOURCE, _TARGET)
+    if problem := native.problem(_SOURCE, _TARGET):
+        return problem
+    if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16() and not has_tiles():
+        return f"is for up to {_FEW_TOKENS} tokens where the CPU multiplies bfloat16, not by tiles"
+    return None
 
 
 def matmul(
@@ -38,14 +42,27 @@ def matmul(
     weights: Float[Array, "L F D"],
     layer: int | Int32[Array, ""],
     num_tokens: int | Int32[Array, ""],
-) -> Float32[Array, "M F"]:
+    out_dtype: jax.typing.DTypeLike,
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.matmul.matmul`; rows past num_tokens are zeros."""
     where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(num_tokens, jnp.int32)])
-    out = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(_TARGET, out)(x.astype(jnp.float32), weights, where)
+    by_tiles = x.dtype == jnp.bfloat16 and has_tiles()
+    is_rounded = by_tiles and out_dtype == jnp.bfloat16
+    shape = (x.shape[0], weights.shape[1])
+    out = jax.ShapeDtypeStruct(shape, jnp.bfloat16 if is_rounded else jnp.float32)
+    x = x if by_tiles else x.astype(jnp.float32)
+    return jax.ffi.ffi_call(_TARGET, out)(x, weights, where).astype(out_dtype)
 
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for that, which XLA makes use of."""
     return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", native.cpu()) is not None
+
+
+def has_tiles() -> bool:
+    """Whether this CPU has a unit that multiplies tiles of bfloat16, and a compiler made use of it.
+
+    Then each token's result is the same whatever tokens are around it.
+    """
+    return native.problem(_SOURCE, _TARGET) is None and native.has_tiles(_SOURCE)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Int32
 
 from pallas_kernels.matmul.specs import MatmulCall
 
@@ -19,7 +19,8 @@ def matmul(
     weights: Float[Array, "L F D"],
     layer: int | Int32[Array, ""],
     num_tokens: int | Int32[Array, ""],
-) -> Float32[Array, "M F"]:
+    out_dtype: jax.typing.DTypeLike,
+) -> Float[Array, "M F"]:
     """See `pallas_kernels.matmul.matmul`; all rows are live."""
     del num_tokens
     weight = jax.lax.dynamic_index_in_dim(
@@ -31,4 +32,4 @@ def matmul(
         (((1,), (1,)), ((), ())),
         precision="highest" if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
-    )
+    ).astype(out_dtype)

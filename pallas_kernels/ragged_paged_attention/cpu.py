@@ -64,9 +64,18 @@ def ragged_paged_attention(
     whole = jnp.stack([jnp.asarray(layer, jnp.int32), window])
     real = jnp.array([scale, call.soft_cap or 0.0], jnp.float32)
     no_sinks = jnp.zeros(0, jnp.float32)
+    by_tiles = _is_by_tiles(call)
     out = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(q.shape, jnp.float32))(
-        *(q.astype(jnp.float32), kv_cache.k, kv_cache.v),
+        *(q if by_tiles else q.astype(jnp.float32), kv_cache.k, kv_cache.v),
         *(rows.pages, rows.kv_lens, rows.q_lens, rows.starts),
         *(no_sinks if sinks is None else sinks, whole, real),
     )
     return out.astype(q.dtype), kv_cache
+
+
+def _is_by_tiles(call: AttentionCall) -> bool:
+    """Whether the CPU's unit for tiles multiplies: 16 keys of one page with 32 dimensions each."""
+    layout = call.layout
+    is_bfloat16 = layout.dtype == call.q_dtype == jnp.bfloat16
+    is_whole = layout.head_dim % 32 == 0 and layout.page_size % 16 == 0
+    return is_bfloat16 and is_whole and native.has_tiles(_SOURCE)

@@ -80,6 +80,12 @@ CONFIGS = {
     "long-window": Config(
         4, 1, 64, 16, "bfloat16", "bfloat16", 100, max_tokens=160, max_rows=4, pages_per_row=36
     ),
+    "long-everything-bf16": Config(
+        *(12, 2, 96, 32, "bfloat16", "bfloat16", 70, 3.0, True),
+        max_tokens=160,
+        max_rows=4,
+        pages_per_row=18,
+    ),
 }
 
 # For kernels that are simulated, where an operation takes a millisecond and a program seconds: the

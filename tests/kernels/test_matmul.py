@@ -16,7 +16,7 @@ from pallas_kernels import native
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.matmul import MatmulCall, cpu, matmul
-from tests.native import IN_C, needs_compiler
+from tests.native import IN_C, needs_compiler, needs_tiles
 
 CPU = CHIPS["cpu"]
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -34,11 +34,14 @@ def wanted(x: jax.Array, weights: jax.Array, layer: int) -> np.ndarray:
     return x64 @ weight64.T
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("cpu", marks=needs_compiler), "xla"])
-@pytest.mark.parametrize("num_tokens", [*range(1, 10), 16, 33])
-@pytest.mark.parametrize(("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (900, 133)])
-def test_products(monkeypatch, implementation, num_tokens, width, num_channels):
+@pytest.fixture
+def by_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that has nothing for bfloat16."""
+    monkeypatch.setattr(native, "has_tiles", lambda source: False)
     monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: False)
+
+
+def check_products(implementation, num_tokens, width, num_channels):
     x, weights = random_arrays(num_tokens, width, num_channels)
     run = jax.jit(functools.partial(matmul, chip=CPU, implementation=implementation))
     for layer in range(3):
@@ -46,6 +49,53 @@ def test_products(monkeypatch, implementation, num_tokens, width, num_channels):
         assert got.dtype == jnp.float32
         # Products of two bfloat16 are exact in float32; sums of up to 900, of about 30, are not.
         np.testing.assert_allclose(got, wanted(x, weights, layer), rtol=0, atol=900 * 2**-22)
+    rounded = matmul(
+        *(x, weights, layer), chip=CPU, implementation=implementation, out_dtype=BFLOAT16
+    )
+    assert rounded.dtype == BFLOAT16 and np.array_equal(rounded, got.astype(BFLOAT16))
+
+
+NUM_TOKENS = pytest.mark.parametrize("num_tokens", [*range(1, 10), 16, 33])
+SIZES = pytest.mark.parametrize(
+    ("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (900, 133)]
+)
+
+
+@NUM_TOKENS
+@SIZES
+def test_products_of_xla(num_tokens, width, num_channels):
+    check_products("xla", num_tokens, width, num_channels)
+
+
+@needs_compiler
+@NUM_TOKENS
+@SIZES
+def test_products_by_vectors(by_vectors, num_tokens, width, num_channels):
+    check_products("cpu", num_tokens, width, num_channels)
+
+
+@needs_tiles
+@NUM_TOKENS
+@SIZES
+def test_products_by_tiles(num_tokens, width, num_channels):
+    check_products("cpu", num_tokens, width, num_channels)
+
+
+@needs_tiles
+def test_tiles_multiply_a_token_the_same_among_any_others():
+    x, weights = random_arrays(75, 160, 70)
+    run = jax.jit(functools.partial(matmul, chip=CPU, implementation="cpu"))
+    together = np.asarray(run(x, weights))
+    for begin, end in [(0, 1), (5, 6), (3, 30), (40, 75)]:
+        assert np.array_equal(run(x[begin:end], weights), together[begin:end])
+
+
+@needs_compiler
+def test_activations_of_float32_are_not_rounded():
+    x, weights = random_arrays(5, 64, 96)
+    x = x.astype(jnp.float32) * 1.001
+    got = matmul(x, weights, 1, chip=CPU, implementation="cpu")
+    np.testing.assert_allclose(got, wanted(x, weights, 1), rtol=0, atol=64 * 2**-20)
 
 
 @needs_compiler
@@ -107,7 +157,7 @@ def test_many_at_once():
         ({"shape": (17, 576, 3072)}, "up to 16 tokens"),
     ],
 )
-def test_what_is_refused_goes_to_xla(monkeypatch, change, reason):
+def test_what_is_refused_goes_to_xla(by_vectors, monkeypatch, change, reason):
     monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: True)
     call = MatmulCall(**{f: getattr(CALL, f) for f in CALL.__dataclass_fields__} | change)
     explanation = op.explain(call)
@@ -128,10 +178,13 @@ def test_float32_is_not_served():
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Nothing was compiled yet; what is, goes elsewhere."""
-    native.problem.cache_clear()
+    functions = (native.problem, native.library, native.has_tiles)
+    for function in functions:
+        function.cache_clear()
     monkeypatch.setenv("HOME", str(tmp_path))
     yield
-    native.problem.cache_clear()
+    for function in functions:
+        function.cache_clear()
 
 
 def test_without_a_compiler_xla_serves(fresh, monkeypatch: pytest.MonkeyPatch):
