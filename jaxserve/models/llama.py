@@ -142,8 +142,9 @@ def forward(
             attended = attended + weights["attn_out_bias"]
         x = x + attended
         h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
-        gate_up = linear(h, stacked["gate_up"], layer_idx)
-        activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        # In float32: CPUs have no other arithmetic, and would round after each operation.
+        gate_up = linear(h, stacked["gate_up"], layer_idx).astype(jnp.float32)
+        activated = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(x.dtype)
         x = x + sum_linear(activated.reshape(num_tokens, -1), stacked["down"], layer_idx)
         return layer_idx + 1, x, kv_cache
 
