@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _LENGTH = struct.Struct("=Q")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -91,10 +91,12 @@ def spawn(
     *,
     inherited_fds: Sequence[int] = (),
     stderr_fd: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Child:
     """Runs `python -m module` with these descriptors (same numbers) and this first message.
 
     name: for people, such as "worker 0".  stderr_fd: its standard error; None: the parent's.
+    environment: what it has beside the parent's.
     """
     life_read_fd, life_write_fd = os.pipe()
     inherited = [life_read_fd, *inherited_fds]
@@ -110,7 +112,7 @@ def spawn(
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             stderr=stderr_fd,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path), **(environment or {})},
         )
     os.close(life_read_fd)
     if death_pipe:

@@ -5,6 +5,7 @@ back, on which all report that they are ready or have failed, and only rank 0 se
 workers of other hosts are `RemoteHosts`' matter; there, `host_agent` feeds them with this class.
 """
 
+import os
 import socket
 import time
 from typing import Protocol
@@ -163,6 +164,7 @@ class WorkersExecutor:
             encode(start),
             inherited_fds=[*self._plan_ring.fds(), *result_ring.fds()],
             stderr_fd=self._stderr_fd,
+            environment=_with_huge_pages(os.environ.get("GLIBC_TUNABLES", "")),
         )
 
     def send(self, message: bytes) -> None:
@@ -258,6 +260,14 @@ def _jax_coordinator(parallel: ParallelConfig) -> str:
     with socket.socket() as probe:  # a port that is free, and will be taken in a moment
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _with_huge_pages(tunables: str) -> dict[str, str]:
+    """glibc then asks for them for large memory: a CPU that reads the whole model in each step looks
+    up fewer addresses. What an operator has set stays."""
+    if "hugetlb" in tunables:
+        return {}
+    return {"GLIBC_TUNABLES": ":".join(filter(None, [tunables, "glibc.malloc.hugetlb=1"]))}
 
 
 def _read_now(reader: RingReader) -> WorkerOutput | None:
