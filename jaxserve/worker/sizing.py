@@ -17,6 +17,7 @@ from jaxserve.worker.process_group import MAX_CPU_DEVICES
 from pallas_kernels.chips import Chip, chip_of
 from pallas_kernels.matmul import MatmulCall
 from pallas_kernels.matmul import explain as explain_matmul
+from pallas_kernels.matmul.cpu import has_tiles
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCacheLayout,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _CPU_CACHE_BYTES = 2 * _GIB  # a CPU's memory is not ours to fill
+_MIXED_TOKENS_BY_TILES = 112  # of a CPU that multiplies them: gaps of three median ones at half load
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -142,7 +144,12 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
         wanted = max(defaults.max_num_batched_tokens, config.scheduler.max_num_seqs)
         derive("max_num_batched_tokens", wanted, on_platform)
     if not config.scheduler.max_num_mixed_tokens:
-        derive("max_num_mixed_tokens", defaults.max_num_mixed_tokens, on_platform)
+        dtype = derived.get("dtype", config.model.dtype)
+        if (platform, dtype) == ("cpu", "bfloat16") and has_tiles():
+            reason = f"{on_platform} with a unit for tiles of bfloat16"
+            derive("max_num_mixed_tokens", _MIXED_TOKENS_BY_TILES, reason)
+        else:
+            derive("max_num_mixed_tokens", defaults.max_num_mixed_tokens, on_platform)
     if not config.scheduler.jump_ahead_tokens:
         derive("jump_ahead_tokens", defaults.jump_ahead_tokens, on_platform)
     config = replace(config, **derived)

@@ -79,6 +79,17 @@ def test_every_platform_has_defaults_that_are_logged_with_a_reason(platform, nam
     assert sizing.platform_of(fake_device(platform)) == name
 
 
+@pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 112), ("float32", 64)])
+def test_a_cpu_that_multiplies_tiles_takes_more_of_a_prompt_at_once(monkeypatch, dtype, num_tokens):
+    monkeypatch.setattr(sizing, "has_tiles", lambda: True)
+    config = replace(CONFIG, dtype=dtype, max_num_mixed_tokens=0)
+    scheduler = sizing.resolve_for_device(config, fake_device("cpu")).scheduler
+    assert scheduler.max_num_mixed_tokens == num_tokens
+    monkeypatch.setattr(sizing, "has_tiles", lambda: False)
+    scheduler = sizing.resolve_for_device(config, fake_device("cpu")).scheduler
+    assert scheduler.max_num_mixed_tokens == 64
+
+
 def test_what_is_given_is_kept(caplog):
     with caplog.at_level(logging.INFO, sizing.__name__):
         given = replace(CONFIG, attention="reference", matmul="xla")
