@@ -56,9 +56,7 @@ def check_products(implementation, num_tokens, width, num_channels):
 
 
 NUM_TOKENS = pytest.mark.parametrize("num_tokens", [*range(1, 10), 16, 33])
-SIZES = pytest.mark.parametrize(
-    ("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (900, 133)]
-)
+SIZES = pytest.mark.parametrize(("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (900, 133)])
 
 
 @NUM_TOKENS

@@ -263,8 +263,8 @@ def _jax_coordinator(parallel: ParallelConfig) -> str:
 
 
 def _with_huge_pages(tunables: str) -> dict[str, str]:
-    """glibc then asks for them for large memory: a CPU that reads the whole model in each step looks
-    up fewer addresses. What an operator has set stays."""
+    """glibc then asks for them for large memory: a CPU that reads all weights in each step has fewer
+    addresses to look up. What an operator has set stays."""
     if "hugetlb" in tunables:
         return {}
     return {"GLIBC_TUNABLES": ":".join(filter(None, [tunables, "glibc.malloc.hugetlb=1"]))}
