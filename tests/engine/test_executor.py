@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -204,3 +205,22 @@ def test_a_child_that_does_not_listen_is_killed() -> None:
     child = processes.spawn("tests.engine.sleeping_child", "sleeper", b"deaf")
     processes.stop_all([child], timeout_s=0.3)
     assert child.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").is_file(), reason="the system shows none")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_workers_ask_for_huge_pages(
+    start: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+) -> None:
+    """Unless an operator says otherwise."""
+    monkeypatch.setenv("GLIBC_TUNABLES", given)
+    executor = start("worker")
+    environment = Path(f"/proc/{executor._workers[0].pid}/environ").read_text().split("\0")
+    assert f"GLIBC_TUNABLES={expected}" in environment

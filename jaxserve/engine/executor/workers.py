@@ -263,7 +263,7 @@ def _jax_coordinator(parallel: ParallelConfig) -> str:
 
 
 def _with_huge_pages(tunables: str) -> dict[str, str]:
-    """glibc then asks for them for large memory: a CPU that reads all weights in each step has fewer
+    """glibc then asks for them for large memory: a CPU that reads all weights in a step has fewer
     addresses to look up. What an operator has set stays."""
     if "hugetlb" in tunables:
         return {}
