@@ -133,6 +133,11 @@ static inline void forget(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) 
   frame->api->XLA_FFI_Error_Destroy(&destroy);
 }
 
+static inline XLA_FFI_Error *error_of(const XLA_FFI_CallFrame *frame, const char *message) {
+  XLA_FFI_Error_Create_Args create = {sizeof create, NULL, message, XLA_FFI_Error_Code_INTERNAL};
+  return frame->api->XLA_FFI_Error_Create(&create);
+}
+
 static int count_helpers(const XLA_FFI_CallFrame *frame, int64_t num_runs) {
   int64_t num_threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args count = {sizeof count, NULL, frame->ctx, &num_threads};

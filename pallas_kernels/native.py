@@ -33,6 +33,7 @@ def problem(source: Path, target: str) -> str | None:
         function = getattr(library(source), target)
     except (OSError, subprocess.SubprocessError) as error:
         return " ".join(str(error).split())
+    has_tiles(source)  # asks the system for them: a program that is loaded may use them untraced
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return None
 

@@ -13,6 +13,8 @@ enum {
   TILE_BYTES = 1024,
 };
 
+#define NO_TILES "a program that multiplies tiles has a library that does not"
+
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_TILES 1
 

@@ -21,6 +21,7 @@ from jax.experimental import serialize_executable
 
 import jaxserve
 import pallas_kernels
+from pallas_kernels.matmul.cpu import has_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ def _fingerprint(devices: list[jax.Device]) -> str:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "platform": devices[0].client.platform_version,
         "processor": _processor(),
+        "tiles": devices[0].platform == "cpu" and has_tiles(),
         "devices": [(device.id, device.device_kind) for device in devices],
         "all devices": len(devices[0].client.devices()),
         "options": options,

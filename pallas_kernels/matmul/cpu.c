@@ -318,6 +318,7 @@ XLA_FFI_Error *jaxserve_matmul(XLA_FFI_CallFrame *frame) {
     return NULL;
   }
 #endif
+  if (x->dtype != XLA_FFI_DataType_F32 || is_rounded) return error_of(frame, NO_TILES);
   Product product = {x->data, matrix, out->data, num_tokens, width, num_channels};
   share(frame, num_tokens <= FEW_TOKENS ? compute_few : compute_many, &product, num_channels, RUN);
   return NULL;

@@ -110,6 +110,7 @@ XLA_FFI_Error *jaxserve_ragged_paged_attention(XLA_FFI_CallFrame *frame) {
       .scale = real[0],
       .soft_cap = real[1],
   };
+  if (a.by_tiles && !HAS_TILES) return error_of(frame, NO_TILES);
   int64_t max_lines = a.by_tiles ? MAX_LINES_BY_TILES : MAX_LINES;
   a.queries_per_item = group < max_lines ? max_lines / group : 1;
   memset(a.out, 0, sizeof(float) * q[0] * q[1] * q[2]);

@@ -165,6 +165,15 @@ def test_what_is_refused_goes_to_xla(by_vectors, monkeypatch, change, reason):
     assert "tokens" not in op.explain(call).refused.get("cpu", "")
 
 
+@needs_compiler
+def test_a_library_that_does_not_fit_the_program_is_an_error():
+    """As when a stored program was made with a compiler that knows tiles, and this one does not."""
+    x, weights = jnp.zeros((8, 8), jnp.int16), jnp.zeros((1, 8, 8), BFLOAT16)
+    out = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a library that does not"):
+        jax.ffi.ffi_call(cpu._TARGET, out)(x, weights, jnp.array([0, 8], jnp.int32))
+
+
 def test_float32_is_not_served():
     x, weights = random_arrays(2, 8, 8, FLOAT32)
     with pytest.raises(UnsupportedError, match="not float32"):
