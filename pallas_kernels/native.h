@@ -4,6 +4,7 @@
 #ifndef PALLAS_KERNELS_NATIVE_H_
 #define PALLAS_KERNELS_NATIVE_H_
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -69,17 +70,32 @@ static inline float sum_of(Floats lanes) {
 
 enum { NUM_SCRATCHES = 2 };
 
-// Memory of this thread, in whole lines of the cache, which stays until it asks for more.
+typedef struct {
+  float *memory[NUM_SCRATCHES];
+  int64_t capacity[NUM_SCRATCHES];
+} Scratches;
+
+static pthread_key_t scratch_key;  // of threads that have some
+
+static void free_scratches(void *scratches) {
+  for (int i = 0; i < NUM_SCRATCHES; i++) free(((Scratches *)scratches)->memory[i]);
+}
+
+__attribute__((constructor)) static void make_scratch_key(void) {
+  if (pthread_key_create(&scratch_key, free_scratches) != 0) abort();
+}
+
+// Memory of this thread, in whole lines of the cache, which stays until it asks for more, or ends.
 static inline float *scratch_of(int number, int64_t num_floats) {
-  static _Thread_local float *memory[NUM_SCRATCHES];
-  static _Thread_local int64_t capacity[NUM_SCRATCHES];
-  if (num_floats > capacity[number]) {
-    free(memory[number]);
-    capacity[number] = (num_floats + 15) / 16 * 16;
-    memory[number] = aligned_alloc(64, sizeof(float) * capacity[number]);
-    if (memory[number] == NULL) abort();  // as XLA's own allocations do
+  static _Thread_local Scratches mine;
+  if (num_floats > mine.capacity[number]) {
+    pthread_setspecific(scratch_key, &mine);
+    free(mine.memory[number]);
+    mine.capacity[number] = (num_floats + 15) / 16 * 16;
+    mine.memory[number] = aligned_alloc(64, sizeof(float) * mine.capacity[number]);
+    if (mine.memory[number] == NULL) abort();  // as XLA's own allocations do
   }
-  return memory[number];
+  return mine.memory[number];
 }
 
 // Computes items begin to end of `work`.

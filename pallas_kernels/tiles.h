@@ -35,6 +35,9 @@ static inline void begin_tiles(void) {
 
 static inline void end_tiles(void) { _tile_release(); }
 
+// GCC does not know that loads of tiles read memory: what was stored before must be there.
+static inline void finish_stores(void) { __asm__ volatile("" ::: "memory"); }
+
 // Where the operands of products lie: two tiles of A's rows, whose rows are a_stride bytes apart,
 // and two of B's columns, whose rows follow each other. A step is a tile of depth.
 typedef struct {
@@ -52,6 +55,7 @@ static inline void zero_products(void) {
 
 // Sets them to what is in memory; see `store_products`.
 static inline void load_products(char *const from[2][2], int64_t stride, int has_second) {
+  finish_stores();
   _tile_loadd(0, from[0][0], stride);
   _tile_loadd(1, from[0][1], stride);
   if (!has_second) return;
@@ -66,6 +70,7 @@ __attribute__((always_inline)) static inline void add_products(const Operands *o
                                                                int64_t num_steps, int has_second,
                                                                int is_streamed, const char *next,
                                                                int64_t ahead) {
+  finish_stores();
   for (int64_t k = 0; k < num_steps; k++) {
     for (int64_t line = 0; line < ahead; line++, next += 64) __builtin_prefetch(next, 0, 2);
     if (is_streamed)

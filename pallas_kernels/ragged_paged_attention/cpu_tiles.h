@@ -122,9 +122,10 @@ static void add_tiles(const Attention *a, const Scratch *s, int64_t count, int64
   }
 }
 
-// The first key that is taken: a tile of keys is of one page.
+// The first key that is taken. Tiles of keys are each of one page, and blocks are the same whatever
+// other queries an item has, so that each query is summed up in the same order.
 static inline int64_t begin_of(const Attention *a, const Item *item) {
-  return first_of(a, item) / TILE * TILE;
+  return first_of(a, item) / BLOCK * BLOCK;
 }
 
 // Asks for the keys and values of a block from `begin` on, of what there are.

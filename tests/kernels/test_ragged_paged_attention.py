@@ -4,8 +4,13 @@ import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pallas_kernels.chips import CHIPS
+from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
 from tests.kernels import harness
 from tests.kernels.cases import (
     CONFIGS,
@@ -16,7 +21,7 @@ from tests.kernels.cases import (
     make_case,
     row_plans,
 )
-from tests.native import needs_compiler
+from tests.native import needs_compiler, needs_tiles
 
 # (implementation, chip whose layout it reads).
 SETUPS = {
@@ -72,3 +77,33 @@ def check_config(setup, config, subtests, num_mixes):
 
     check_any()
     assert harness.num_traces[implementation, config] == 1
+
+
+@needs_tiles
+@pytest.mark.parametrize("window", [None, 100])
+def test_tiles_attend_the_same_however_a_prompt_is_cut(window):
+    num_tokens, num_heads, page_size = 200, 8, 16
+    layout = KVCacheLayout.for_platform("cpu", 1, 2, 64, "bfloat16", page_size)
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((num_tokens, n, 64)), jnp.bfloat16)
+        for n in (num_heads, 2, 2)
+    )
+    tables = jnp.arange(1, 14, dtype=jnp.int32)[None]
+
+    def attend(kv_cache: KVCache, begin: int) -> tuple[jax.Array, KVCache]:
+        return ragged_paged_attention(
+            *(q[begin:], k[begin:], v[begin:], kv_cache, 0, tables),
+            *(jnp.array([num_tokens]), jnp.array([0, num_tokens - begin]), 1),
+            layout=layout,
+            chip=CHIPS["cpu"],
+            scale=0.125,
+            sliding_window=window,
+            implementation="cpu",
+        )
+
+    empty = KVCache(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in layout.shape(14)))
+    together, kv_cache = attend(empty, 0)
+    for num_last in (1, 2, 12, 33, 100):
+        out, _ = attend(kv_cache, num_tokens - num_last)
+        assert np.array_equal(out, together[-num_last:]), num_last
