@@ -17,6 +17,7 @@ of bfloat16.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -82,7 +83,8 @@ class Server:
     def close(self) -> None:
         self._is_running = False
         processes = self._tree()
-        self._process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+            self._process.terminate()
         for alive in psutil.wait_procs(processes, timeout=20)[1]:
             alive.kill()
         self._watch.join()
