@@ -66,11 +66,19 @@ static void begin_item(const Attention *a, const Scratch *s, const Item *item) {
   memset(s->sums, 0, sizeof(float) * item->num_padded * a->head_dim);
 }
 
+// The larger of each lane; `other` where one is no number.
+static inline Floats max_of(Floats one, Floats other) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(one, other);
+#else
+  Ints is_larger = one > other;
+  return (Floats)(((Ints)one & is_larger) | ((Ints)other & ~is_larger));
+#endif
+}
+
 // e^x for x <= 0: 2^n by the exponent, and a polynomial of |f| <= ln 2 / 2; 2e-7 of the value.
 static inline Floats exp_of(Floats x) {
-  const Floats least = all_lanes(-87.0f);
-  Ints is_less = x < least;
-  x = (Floats)(((Ints)x & ~is_less) | ((Ints)least & is_less));
+  x = max_of(all_lanes(-87.0f), x);
   Floats rounder = all_lanes(12582912.0f);  // 1.5 * 2^23: sums round to whole numbers
   Floats n = (x * 1.44269504f + rounder) - rounder;
   Floats f = x - n * 0.693359375f;
@@ -90,36 +98,59 @@ static inline Floats select_of(Ints mask, Floats one, Floats other) {
   return (Floats)(((Ints)one & mask) | ((Ints)other & ~mask));
 }
 
+enum { CHAINS = 4 };  // of sums and maxima, that do not wait for each other
+
 // Scores of a vector of lines to weights, with what those make of peaks, totals and faded. At an
-// edge, some lines do not see all keys.
-static void weigh(const Attention *a, const Scratch *s, int64_t begin, int64_t count,
-                       int64_t num_lines, int64_t line, int is_edge) {
+// edge, some lines do not see all keys. A score that is no number makes a weight, and a total, that
+// are none either.
+__attribute__((always_inline)) static inline void weigh_lines(const Attention *a, const Scratch *s,
+                                                              int64_t begin, int64_t count,
+                                                              int64_t num_lines, int64_t line,
+                                                              int is_edge) {
   const Floats none = all_lanes(-INFINITY);
-  Floats newest = load(s->newest + line), before = load(s->peaks + line), peak = before;
+  Floats newest = load(s->newest + line), before = load(s->peaks + line);
   Floats oldest = a->window ? newest - all_lanes(a->window - 1) : none;
-  for (int64_t i = 0; i < count; i++) {
-    float *at = s->scores + i * num_lines + line;
-    Floats score = load(at) * a->scale, key = all_lanes(begin + i);
-    if (a->soft_cap != 0)
-      for (int lane = 0; lane < LANES; lane++)
-        score[lane] = a->soft_cap * tanhf(score[lane] / a->soft_cap);
-    if (is_edge) score = select_of((key <= newest) & (key >= oldest), score, none);
-    store(at, score);
-    // A score that is no number is kept: the output shall not be one either.
-    peak = select_of((score > peak) | (score != score), score, peak);
+  Floats peaks[CHAINS] = {before, before, before, before}, totals[CHAINS] = {0};
+  float *scores = s->scores + line, scale = a->soft_cap != 0 ? 1 : a->scale;
+  for (int64_t i = 0; i < count && a->soft_cap != 0; i++)
+    for (int lane = 0; lane < LANES; lane++) {
+      float *score = scores + i * num_lines + lane;
+      *score = a->soft_cap * tanhf(*score * a->scale / a->soft_cap);
+    }
+  for (int64_t first = 0; first < count; first += CHAINS) {
+    for (int c = 0; c < CHAINS && first + c < count; c++) {
+      float *at = scores + (first + c) * num_lines;
+      Floats score = load(at) * scale, key = all_lanes(begin + first + c);
+      if (is_edge) score = select_of((key <= newest) & (key >= oldest), score, none);
+      store(at, score);
+      peaks[c] = max_of(score, peaks[c]);
+    }
   }
+  Floats peak = max_of(max_of(peaks[0], peaks[1]), max_of(peaks[2], peaks[3]));
   Floats finite = select_of(peak == none, all_lanes(0), peak);  // where no key was seen so far
-  Floats faded = exp_of(before - finite), total = load(s->totals + line) * faded;
-  for (int64_t i = 0; i < count; i++) {
-    float *at = s->scores + i * num_lines + line;
-    Floats score = load(at), weight = exp_of(score - finite);
-    if (is_edge) weight = select_of(score == none, all_lanes(0), weight);
-    total += weight;
-    store(at, weight);
+  Floats faded = exp_of(before - finite);
+  for (int64_t first = 0; first < count; first += CHAINS) {
+    for (int c = 0; c < CHAINS && first + c < count; c++) {
+      float *at = scores + (first + c) * num_lines;
+      Floats score = load(at), weight = exp_of(score - finite);
+      if (is_edge) weight = select_of(score == none, all_lanes(0), weight);
+      totals[c] += weight;
+      store(at, weight);
+    }
   }
+  Floats total = load(s->totals + line) * faded;
+  for (int c = 0; c < CHAINS; c++) total += totals[c];
   store(s->peaks + line, peak);
   store(s->faded + line, faded);
   store(s->totals + line, total);
+}
+
+static void weigh(const Attention *a, const Scratch *s, int64_t begin, int64_t count,
+                  int64_t num_lines, int64_t line, int is_edge) {
+  if (is_edge)
+    weigh_lines(a, s, begin, count, num_lines, line, 1);
+  else
+    weigh_lines(a, s, begin, count, num_lines, line, 0);
 }
 
 // Whether some line of an item does not see all of a block of keys.
