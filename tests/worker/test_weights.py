@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.config import ModelInfo
 from jaxserve.errors import UserError
+from jaxserve.worker import weights
 from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.weights import load_params, param_shapes
 
@@ -189,3 +190,11 @@ def test_a_misshapen_tensor_is_named(checkpoint, name, shape, wanted):
     assert checkpoint.info.path in problem
     assert f"{name} {shape}" in problem and str(wanted) in problem
     assert "config" in caught.value.fix
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 100, 64)])
+def test_a_cpu_takes_what_is_read_without_a_copy(shape):
+    read = weights._empty_lines(shape, np.dtype(jnp.bfloat16))
+    read[...] = 1
+    put = jax.device_put(read, jax.local_devices()[0])
+    assert put.shape == shape and put.unsafe_buffer_pointer() == read.ctypes.data
