@@ -68,7 +68,7 @@ def _tensor_names(info: ModelInfo, specs: dict[str, ParamSpec]) -> set[str]:
     return names
 
 
-def _empty_lines(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _empty_lines(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
     """An array in whole lines of the cache: on a CPU JAX then takes it as it is, without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _LINE_BYTES, np.uint8)
