@@ -166,8 +166,8 @@ static int count_helpers(const XLA_FFI_CallFrame *frame, int64_t num_runs) {
   return useful < 0 ? 0 : useful < MAX_HELPERS ? useful : MAX_HELPERS;
 }
 
-// Runs all items, at least `run_len` of them at a time, with what threads come to help meanwhile; `work` is
-// read until this returns, by no one after.
+// Runs all items, at least `run_len` of them at a time, with what threads come to help meanwhile;
+// `work` is read until this returns, by no one after.
 static void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, int64_t num_items,
                   int64_t run_len) {
   int num_helpers = count_helpers(frame, (num_items + run_len - 1) / run_len);

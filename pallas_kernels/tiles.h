@@ -1,5 +1,5 @@
-// The matrix unit of x86-64 CPUs (AMX): tiles of 16 rows of 64 bytes, whose products of bfloat16 are
-// summed up in float32. A tile of products is C += A B: A has 16 rows of 32 entries, B 16 rows with
+// The matrix unit of x86-64 CPUs (AMX): tiles of 16 rows of 64 bytes, whose products of bfloat16
+// are summed up in float32. A tile of products is C += A B: A has 16 rows of 32 entries, B 16 rows with
 // a pair of entries of each of 16 columns.
 
 #ifndef PALLAS_KERNELS_TILES_H_
@@ -64,8 +64,8 @@ static inline void load_products(char *const from[2][2], int64_t stride, int has
 }
 
 // Adds products of A's two tiles with B's first to tiles 0 and 1, and with B's second to 2 and 3.
-// B passes the first cache by if it is `streamed`, which then keeps A. Meanwhile memory is asked for
-// `ahead` lines a step, from `next` on.
+// B passes the first cache by if it is `streamed`, which then keeps A. Meanwhile memory is asked
+// for `ahead` lines a step, from `next` on.
 __attribute__((always_inline)) static inline void add_products(const Operands *of,
                                                                int64_t num_steps, int has_second,
                                                                int is_streamed, const char *next,
@@ -101,8 +101,8 @@ static inline void store_products(char *const to[2][2], int64_t stride, int has_
   _tile_stored(3, to[1][1], stride);
 }
 
-// Turns 16 rows of 16 words, which lie `from_stride` and `to_stride` bytes apart; of those that come
-// out only the first `num_rows` are stored.
+// Turns 16 rows of 16 words, which lie `from_stride` and `to_stride` bytes apart; of those that
+// come out only the first `num_rows` are stored.
 static inline void turn(const void *from, int64_t from_stride, void *to, int64_t to_stride,
                         int num_rows) {
   __m512i a[TILE], b[TILE];

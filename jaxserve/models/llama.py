@@ -142,9 +142,11 @@ def forward(
             attended = attended + weights["attn_out_bias"]
         x = x + attended
         h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
-        # In float32: CPUs have no other arithmetic, and would round after each operation.
-        gate_up = linear(h, stacked["gate_up"], layer_idx).astype(jnp.float32)
-        activated = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(x.dtype)
+        gate_up = linear(h, stacked["gate_up"], layer_idx)
+        # In float32: CPUs have no other arithmetic, and would round after each operation. Cut first:
+        # elsewhere the product would be written in float32.
+        gate, up = gate_up[:, :, 0].astype(jnp.float32), gate_up[:, :, 1].astype(jnp.float32)
+        activated = (jax.nn.silu(gate) * up).astype(x.dtype)
         x = x + sum_linear(activated.reshape(num_tokens, -1), stacked["down"], layer_idx)
         return layer_idx + 1, x, kv_cache
 

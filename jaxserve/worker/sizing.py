@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _CPU_CACHE_BYTES = 2 * _GIB  # a CPU's memory is not ours to fill
-_MIXED_TOKENS_BY_TILES = 112  # at half load a gap of 100 is below three median ones
+_MIXED_TOKENS_BY_TILES = 112  # then p99 of gaps is below three medians at half load
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 

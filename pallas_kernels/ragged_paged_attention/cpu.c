@@ -63,8 +63,9 @@ static void attend(const void *work, int64_t begin, int64_t end) {
                arrays[5], arrays[6], arrays[7], arrays[8], arrays[9]};
   if (a->by_tiles) begin_tiles();
   Place place = {0, 0};
-  Item item = item_at(a, begin, &place), next;
-  for (int64_t i = begin; i < end; i++, item = next) {
+  Item next = item_at(a, begin, &place);
+  for (int64_t i = begin; i < end; i++) {
+    Item item = next;
     int is_last = i + 1 == end;
     if (!is_last) next = item_at(a, i + 1, &place);
     if (a->by_tiles)

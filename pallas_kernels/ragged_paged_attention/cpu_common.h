@@ -20,8 +20,8 @@ typedef struct {
   float scale, soft_cap;
 } Attention;
 
-// Some queries of one row, the first of them token `token` of the step at `position` of the row, with
-// the query heads of one KV head. A line is one query of one head: line i is of query i / group.
+// Some queries of one row, the first of them token `token` of the step at `position` of the row,
+// with the query heads of one KV head. A line is one query of one head: line i is of query i / group.
 typedef struct {
   int64_t row, kv_head, token, position, num_queries, group;
   int64_t num_lines, num_padded;  // to whole tiles
@@ -63,7 +63,10 @@ static void begin_item(const Attention *a, const Scratch *s, const Item *item) {
         a->sinks ? a->sinks[item->kv_head * item->group + of % item->group] : -INFINITY;
     s->totals[line] = a->sinks ? 1 : 0;
   }
-  memset(s->sums, 0, sizeof(float) * item->num_padded * a->head_dim);
+}
+
+static inline Floats select_of(Ints mask, Floats one, Floats other) {
+  return (Floats)(((Ints)one & mask) | ((Ints)other & ~mask));
 }
 
 // The larger of each lane; `other` where one is no number.
@@ -71,8 +74,7 @@ static inline Floats max_of(Floats one, Floats other) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(one, other);
 #else
-  Ints is_larger = one > other;
-  return (Floats)(((Ints)one & is_larger) | ((Ints)other & ~is_larger));
+  return select_of(one > other, one, other);
 #endif
 }
 
@@ -92,10 +94,6 @@ static inline Floats exp_of(Floats x) {
   p = p * f * f + f + 1.0f;
   Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
   return p * (Floats)exponent;
-}
-
-static inline Floats select_of(Ints mask, Floats one, Floats other) {
-  return (Floats)(((Ints)one & mask) | ((Ints)other & ~mask));
 }
 
 enum { CHAINS = 4 };  // of sums and maxima, that do not wait for each other

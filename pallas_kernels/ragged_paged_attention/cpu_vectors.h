@@ -173,6 +173,7 @@ static void attend_by_vectors(const Attention *a, const Scratch *s, const Item *
   // Where entry d of a line is: at line * by_line + d * by_entry.
   int64_t by_line = is_many ? 1 : head_dim, by_entry = is_many ? num_padded : 1;
   begin_item(a, s, item);
+  memset(s->sums, 0, sizeof(float) * num_padded * head_dim);
   for (int64_t line = 0; line < num_padded; line++) {
     int64_t of = line < item->num_lines ? line : item->num_lines - 1;
     const float *q = (const float *)a->q + head_of(a, item, of);
