@@ -143,8 +143,8 @@ def forward(
         x = x + attended
         h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
         gate_up = linear(h, stacked["gate_up"], layer_idx)
-        # In float32: CPUs have no other arithmetic, and would round after each operation. Cut first:
-        # elsewhere the product would be written in float32.
+        # In float32: CPUs have no other arithmetic, and would round after each operation. Cut
+        # before, as TPUs would write the product in float32.
         gate, up = gate_up[:, :, 0].astype(jnp.float32), gate_up[:, :, 1].astype(jnp.float32)
         activated = (jax.nn.silu(gate) * up).astype(x.dtype)
         x = x + sum_linear(activated.reshape(num_tokens, -1), stacked["down"], layer_idx)
