@@ -57,6 +57,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float32"],
         Meta(description="Type of weights, activations and KV cache; auto: fastest here."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(
+            description="What weights are rounded to when they are loaded; int8: matrices to 8 "
+            "bits with a scale for each output channel, half the memory of bfloat16."
+        ),
+    ] = "none"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output, tokens; 0: the model's limit.")
     ] = 0
@@ -203,8 +210,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     matmul: Annotated[
         Literal["auto", "cpu", "xla"],
         Meta(
-            description="Products with weights: cpu is C that this machine's "
-            "compiler makes, for bfloat16; a named one is used or refused."
+            description="Products with weights: cpu is C that this machine's compiler makes, for "
+            "bfloat16 and int8; a named one is used or refused."
         ),
     ] = "auto"
     compilation_cache_dir: Annotated[

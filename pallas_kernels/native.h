@@ -24,6 +24,8 @@ typedef float Quarters __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint16_t bfloat16;
 
 enum { MAX_HELPERS = 31 };
 
@@ -44,7 +46,7 @@ static inline void store(float *at, Floats stored) { memcpy(at, &stored, sizeof 
 
 static inline Floats all_lanes(float value) { return value - (Floats){0}; }
 
-static inline Floats load_bfloat16(const uint16_t *at) {
+static inline Floats load_bfloat16(const bfloat16 *at) {
   Halves halves;
   memcpy(&halves, at, sizeof halves);
 #ifdef __AVX512F__
@@ -54,12 +56,24 @@ static inline Floats load_bfloat16(const uint16_t *at) {
 #endif
 }
 
-static inline float float_of(uint16_t half) {
+static inline float float_of_bfloat16(bfloat16 half) {
   uint32_t word = (uint32_t)half << 16;
   float value;
   memcpy(&value, &word, sizeof value);
   return value;
 }
+
+static inline Floats load_int8_t(const int8_t *at) {
+  Bytes bytes;
+  memcpy(&bytes, at, sizeof bytes);
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));  // as above
+#else
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+static inline float float_of_int8_t(int8_t value) { return value; }
 
 static inline float sum_of(Floats lanes) {
   Quarters parts[LANES / 4];

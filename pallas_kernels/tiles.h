@@ -1,6 +1,6 @@
 // The matrix unit of x86-64 CPUs (AMX): tiles of 16 rows of 64 bytes, whose products of bfloat16
-// are summed up in float32. A tile of products is C += A B: A has 16 rows of 32 entries, B 16 rows with
-// a pair of entries of each of 16 columns.
+// are summed up in float32, and those of int8 in int32. A tile of products is C += A B: A has 16 rows
+// of 32 or 64 entries, B 16 rows with two or four entries, a word, of each of 16 columns.
 
 #ifndef PALLAS_KERNELS_TILES_H_
 #define PALLAS_KERNELS_TILES_H_
@@ -9,13 +9,15 @@
 
 enum {
   TILE = 16,        // rows and columns of C
-  TILE_DEPTH = 32,  // entries that A's rows and B's columns have
+  TILE_DEPTH = 32,  // bfloat16 that A's rows and B's columns have
+  TILE_ROW = 64,    // bytes
   TILE_BYTES = 1024,
 };
 
 #define NO_TILES "a program that multiplies tiles has a library that does not"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && \
+    defined(__linux__)
 #define HAS_TILES 1
 
 #include <sys/syscall.h>
@@ -39,10 +41,12 @@ static inline void end_tiles(void) { _tile_release(); }
 static inline void finish_stores(void) { __asm__ volatile("" ::: "memory"); }
 
 // Where the operands of products lie: two tiles of A's rows, whose rows are a_stride bytes apart,
-// and two of B's columns, whose rows follow each other. A step is a tile of depth.
+// and two of B's columns, whose rows follow each other. A step is a tile of depth. They are of
+// bfloat16 or of int8.
 typedef struct {
   const char *a[2], *b[2];
   int64_t a_stride, a_step, b_step;
+  int is_int8;
 } Operands;
 
 // Sets to zeros what `add_products` adds to.
@@ -78,16 +82,28 @@ __attribute__((always_inline)) static inline void add_products(const Operands *o
     else
       _tile_loadd(6, of->b[0] + k * of->b_step, 64);
     _tile_loadd(4, of->a[0] + k * of->a_step, of->a_stride);
-    _tile_dpbf16ps(0, 4, 6);
+    if (of->is_int8)
+      _tile_dpbssd(0, 4, 6);
+    else
+      _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, of->a[1] + k * of->a_step, of->a_stride);
-    _tile_dpbf16ps(1, 5, 6);
+    if (of->is_int8)
+      _tile_dpbssd(1, 5, 6);
+    else
+      _tile_dpbf16ps(1, 5, 6);
     if (has_second) {
       if (is_streamed)
         _tile_stream_loadd(7, of->b[1] + k * of->b_step, 64);
       else
         _tile_loadd(7, of->b[1] + k * of->b_step, 64);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
+      if (of->is_int8)
+        _tile_dpbssd(2, 4, 7);
+      else
+        _tile_dpbf16ps(2, 4, 7);
+      if (of->is_int8)
+        _tile_dpbssd(3, 5, 7);
+      else
+        _tile_dpbf16ps(3, 5, 7);
     }
   }
 }

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
-from pallas_kernels.matmul import xla
+from pallas_kernels.matmul import Int8Weights, Weights, xla
 
 
 def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
@@ -27,7 +27,7 @@ class Matmul(Protocol):
     def __call__(
         self,
         x: Float[Array, "T I"],
-        weights: Float[Array, "L O I"],
+        weights: Weights,
         layer: int | Int32[Array, ""],
         *,
         out_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -36,7 +36,7 @@ class Matmul(Protocol):
 
 def matmul_by_xla(
     x: Float[Array, "T I"],
-    weights: Float[Array, "L O I"],
+    weights: Weights,
     layer: int | Int32[Array, ""],
     *,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -47,15 +47,34 @@ def matmul_by_xla(
 
 def linear(
     x: Float[Array, "T I"],
-    weights: Float[Array, "L *O I"],
+    weights: Weights,
     layer: int | Int32[Array, ""],
     matmul: Matmul = matmul_by_xla,
 ) -> Float[Array, "T *O"]:
-    """x times a layer's weight, which is stored as published, output axes first; accumulates in
-    float32. The weights of all layers are one argument, as a slice might be a copy."""
-    matrices = weights.reshape(weights.shape[0], -1, weights.shape[-1])  # as they lie
-    product = matmul(x, matrices, layer, out_dtype=x.dtype)
-    return product.reshape(x.shape[0], *weights.shape[1:-1])
+    """x times a layer's weight [*O, I], which is stored as published, output axes first;
+    accumulates in float32. The weights of all layers are one argument, as a slice might be a copy.
+    """
+    shape = (weights.values if isinstance(weights, Int8Weights) else weights).shape
+    matrices = (shape[0], -1, shape[-1])  # as they lie
+    if isinstance(weights, Int8Weights):
+        values, scales = weights
+        weights = Int8Weights(values.reshape(matrices), scales.reshape(matrices[:2]))
+    else:
+        weights = weights.reshape(matrices)
+    product = matmul(x, weights, layer, out_dtype=x.dtype)
+    return product.reshape(x.shape[0], *shape[1:-1])
+
+
+def look_up(
+    table: Float[Array, "V D"] | Int8Weights,
+    token_ids: Int32[Array, " T"],
+    dtype: jax.typing.DTypeLike,
+) -> Float[Array, "T D"]:
+    """Rows of an embedding, which may be quantized: values [V, D], scales [V]."""
+    if not isinstance(table, Int8Weights):
+        return table[token_ids]
+    rows = table.values[token_ids].astype(jnp.float32) * table.scales[token_ids][:, None]
+    return rows.astype(dtype)
 
 
 def rope_frequencies(info: ModelInfo) -> Float32[np.ndarray, " h"]:

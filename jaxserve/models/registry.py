@@ -9,9 +9,10 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import Matmul, linear, matmul_by_xla
+from pallas_kernels.matmul import Int8Weights, Weights
 from pallas_kernels.ragged_paged_attention import KVCache
 
-type Params = Mapping[str, Array]
+type Params = Mapping[str, Array | Int8Weights]
 type Attend = Callable[
     [
         Float[Array, "T N H"],
@@ -22,9 +23,7 @@ type Attend = Callable[
     ],
     tuple[Float[Array, "T N H"], KVCache],
 ]
-type Linear = Callable[
-    [Float[Array, "T I"], Float[Array, "L *O I"], Int32[Array, ""]], Float[Array, "T *O"]
-]
+type Linear = Callable[[Float[Array, "T I"], Weights, Int32[Array, ""]], Float[Array, "T *O"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +35,15 @@ class ParamSpec:
     sources: one group of checkpoint tensor names (Hugging Face names, "{i}" is the layer) that
       together fill one layer. With "layers" as first axis there is one such group a layer.
     assemble: turns one group's tensors into the array (of one layer); None: the single tensor.
+    is_quantized: by `--quantization`; then the model takes `Int8Weights` too. Products sum over the
+      last axis.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     sources: tuple[str, ...]
     assemble: Callable | None = None
+    is_quantized: bool = False
 
     @property
     def is_stacked(self) -> bool:

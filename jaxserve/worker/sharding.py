@@ -55,6 +55,13 @@ def upload(
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
+def without_last_axis(sharding: Sharding) -> Sharding:
+    """Of arrays that lack it, and are whole where only it is split."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
+
+
 def keep_whole[Tree](mesh: Mesh, tree: Tree) -> Tree:
     """Small arrays of a traced program that each device shall have and compute whole."""
     if mesh.size == 1:

@@ -223,7 +223,8 @@ def _resolve_attention(config: EngineConfig, chip: Chip) -> str:
 
 def _resolve_matmul(config: EngineConfig, chip: Chip) -> str:
     """The implementation of products with weights; XLA has those that it refuses."""
-    info, dtype = config.info, jnp.dtype(config.model.dtype)
+    info, model = config.info, config.model
+    dtype = jnp.dtype(model.dtype if model.quantization == "none" else model.quantization)
     shape = (smallest_bucket(chip.platform), info.hidden_size, info.vocab_size)
     call = MatmulCall(chip, shape, dtype, config.parallel.num_devices)
     explanation = explain_matmul(call)

@@ -38,7 +38,7 @@ from jaxserve.worker.row_options import (
 from jaxserve.worker.sampler import sample, sample_with_options
 from jaxserve.worker.sharding import keep_whole, kv_cache_spec, num_parts
 from pallas_kernels.chips import Chip
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import Int8Weights, Weights, matmul
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCache,
@@ -181,12 +181,21 @@ def _linears(spec: StepSpec, matmul: Matmul) -> tuple[Linear, Linear]:
     if spec.mesh.size == 1:
         return plain, plain
     part, whole = PartitionSpec(None, "model"), PartitionSpec()
-    summed = jax.shard_map(
-        lambda x, weights, layer: jax.lax.psum(linear(x, weights, layer), "model"),
-        mesh=spec.mesh,
-        in_specs=(part, PartitionSpec(None, None, "model"), whole),
-        out_specs=whole,
-    )
+
+    def summed(
+        x: Float[Array, "T I"], weights: Weights, layer: Int32[Array, ""]
+    ) -> Float[Array, "T O"]:
+        of_weights = PartitionSpec(None, None, "model")
+        if isinstance(weights, Int8Weights):
+            of_weights = Int8Weights(of_weights, whole)
+        on_mesh = jax.shard_map(
+            lambda *args: jax.lax.psum(linear(*args), "model"),
+            mesh=spec.mesh,
+            in_specs=(part, of_weights, whole),
+            out_specs=whole,
+        )
+        return on_mesh(x, weights, layer)
+
     return plain, summed
 
 

@@ -4,20 +4,22 @@ import concurrent.futures
 import logging
 import math
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, Sharding
-from jaxtyping import Shaped
+from jaxtyping import Float, Int8, Shaped
 
 from jaxserve.checkpoint import open_weights
 from jaxserve.checkpoint.weights import WeightReader, check_weight_names
 from jaxserve.config import ModelInfo
 from jaxserve.errors import UserError
 from jaxserve.models.registry import ParamSpec, model_for
-from jaxserve.worker.sharding import num_parts, param_shardings
+from jaxserve.worker.sharding import num_parts, param_shardings, without_last_axis
+from pallas_kernels.matmul import Int8Weights
 
 logger = logging.getLogger(__name__)
 
@@ -25,36 +27,51 @@ _LINE_BYTES = 64
 
 
 def param_shapes(
-    info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh
-) -> dict[str, jax.ShapeDtypeStruct]:
+    info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh, quantization: str = "none"
+) -> dict[str, Any]:
     """Shape, dtype and sharding of each parameter, without reading any."""
     specs = model_for(info).param_specs(info, num_parts(mesh))
     shardings = param_shardings(specs, mesh)
     return {
-        name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[name])
+        name: _param_shape(spec, dtype, shardings[name], quantization)
         for name, spec in specs.items()
     }
 
 
-def load_params(info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh) -> dict[str, Array]:
+def _param_shape(
+    spec: ParamSpec, dtype: jax.typing.DTypeLike, sharding: Sharding, quantization: str
+) -> jax.ShapeDtypeStruct | Int8Weights:
+    if quantization == "none" or not spec.is_quantized:
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+    assert quantization == "int8", quantization
+    of_channels = without_last_axis(sharding)
+    return Int8Weights(
+        jax.ShapeDtypeStruct(spec.shape, jnp.int8, sharding=sharding),
+        jax.ShapeDtypeStruct(spec.shape[:-1], jnp.float32, sharding=of_channels),
+    )
+
+
+def load_params(
+    info: ModelInfo, dtype: jax.typing.DTypeLike, mesh: Mesh, quantization: str = "none"
+) -> dict[str, Array | Int8Weights]:
     """The model's parameters, each device with its share.
+
+    quantization: as `--quantization`.
 
     Raises:
       UserError: tensors are missing, unused or misshapen; names them.
     """
     started_s = time.perf_counter()
     specs = model_for(info).param_specs(info, num_parts(mesh))
-    shardings = param_shardings(specs, mesh)
+    shapes = param_shapes(info, jnp.dtype(dtype), mesh, quantization)
     reader = open_weights(info.path)
     check_weight_names(_tensor_names(info, specs), reader)
-    params = {}
-    for name, spec in specs.items():
-        params[name] = _read_param(spec, reader, jnp.dtype(dtype), shardings[name])
-    num_bytes = sum(p.nbytes for p in params.values())
+    params = {name: _read_param(spec, reader, shapes[name]) for name, spec in specs.items()}
+    num_bytes = sum(p.nbytes for p in jax.tree.leaves(params))
     logger.info(
         "Weights: %.2f GiB as %s in %.1f s",
         num_bytes / 2**30,
-        jnp.dtype(dtype).name,
+        jnp.dtype(dtype).name if quantization == "none" else quantization,
         time.perf_counter() - started_s,
     )
     return params
@@ -76,16 +93,49 @@ def _empty_lines(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, 
     return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
+class _Parts:
+    """The parts of an array that this process's devices have."""
+
+    def __init__(self, shape: jax.ShapeDtypeStruct):
+        sharding = shape.sharding
+        assert sharding is not None
+        self._shape, self._sharding = shape.shape, sharding
+        self._places = sharding.addressable_devices_indices_map(shape.shape)
+        part_shape, dtype = sharding.shard_shape(shape.shape), np.dtype(shape.dtype)
+        self._parts = {place: _empty_lines(part_shape, dtype) for place in self._places.values()}
+
+    def fill(self, layer: int | None, array: Shaped[np.ndarray, "..."]) -> None:
+        """With the whole array, or that of a layer of the first axis."""
+        for place, part in self._parts.items():
+            assert place is not None
+            if layer is None:
+                part[...] = array[place]
+            else:
+                part[layer] = array[place[1:]]
+
+    def upload(self) -> Shaped[Array, "..."]:
+        parts = [jax.device_put(self._parts[p], device) for device, p in self._places.items()]
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+
+
+def _quantize(array: Float[np.ndarray, "*O I"]) -> tuple[Int8[np.ndarray, "*O I"], Any]:
+    """As values * scales, [*O] float32: the largest of a channel becomes 127 or -127."""
+    array = array.astype(np.float32, copy=False)
+    peaks = np.maximum(array.max(axis=-1), -array.min(axis=-1))
+    scales = peaks / np.float32(127)
+    inverses = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
+    scaled = array * inverses[..., None]
+    return np.rint(scaled, out=scaled).astype(np.int8), scales
+
+
 def _read_param(
-    spec: ParamSpec, reader: WeightReader, dtype: np.dtype, sharding: Sharding
-) -> Shaped[Array, "..."]:
+    spec: ParamSpec, reader: WeightReader, shape: jax.ShapeDtypeStruct | Int8Weights
+) -> Array | Int8Weights:
     """Reads one parameter; its layers in parallel, as reading drops the GIL.
 
     Of each layer only what this process's devices have stays in memory.
     """
-    places = sharding.addressable_devices_indices_map(spec.shape)
-    part_shape = sharding.shard_shape(spec.shape)
-    parts = {place: _empty_lines(part_shape, dtype) for place in places.values()}
+    parts = [_Parts(leaf) for leaf in jax.tree.leaves(shape)]
     layer_shape = spec.shape[1:] if spec.is_stacked else spec.shape
 
     def read_layer(i: int) -> None:
@@ -102,17 +152,12 @@ def _read_param(
                 f"{layer_shape}.",
                 fix="Use a checkpoint whose config belongs to its weights.",
             )
-        for place, part in parts.items():
-            assert place is not None
-            if spec.is_stacked:
-                part[i] = array[place[1:]]
-            else:
-                part[...] = array[place]
+        layer = i if spec.is_stacked else None
+        arrays = _quantize(array) if isinstance(shape, Int8Weights) else (array,)
+        for part, rounded in zip(parts, arrays, strict=True):
+            part.fill(layer, rounded)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(read_layer, range(spec.shape[0] if spec.is_stacked else 1)))
-    return jax.make_array_from_single_device_arrays(
-        spec.shape,
-        sharding,
-        [jax.device_put(parts[place], device) for device, place in places.items()],
-    )
+    arrays = [part.upload() for part in parts]
+    return jax.tree.unflatten(jax.tree.structure(shape), arrays)

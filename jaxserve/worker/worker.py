@@ -70,7 +70,8 @@ class Worker:
         processors = tuple((p.name, p.num_args) for p in options.processors)
         config = replace(config, logits_processors=processors)
         dtype = jnp.dtype(config.model.dtype)
-        shapes = param_shapes(config.info, dtype, mesh)
+        quantization = config.model.quantization
+        shapes = param_shapes(config.info, dtype, mesh, quantization)
         parallel = config.parallel
         workers_on_host = parallel.workers_per_host * parallel.data_parallel_size
         free_bytes = sizing.memory_limit_bytes(devices, workers_on_host)
@@ -79,7 +80,7 @@ class Worker:
             config, chip.platform, free_bytes, step_temp_bytes=0
         )  # before the long work
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            loading = pool.submit(load_params, config.info, dtype, mesh)
+            loading = pool.submit(load_params, config.info, dtype, mesh, quantization)
             config, programs, state = self._compile(
                 config, chip, mesh, free_bytes, shapes, options, pool
             )

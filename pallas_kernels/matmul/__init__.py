@@ -11,9 +11,17 @@ from jaxtyping import Float, Int32
 from pallas_kernels import dispatch
 from pallas_kernels.chips import Chip
 from pallas_kernels.matmul import cpu, xla
-from pallas_kernels.matmul.specs import MatmulCall
+from pallas_kernels.matmul.specs import Int8Weights, MatmulCall, Weights
 
-__all__ = ["AUTO_ORDER", "IMPLEMENTATIONS", "MatmulCall", "explain", "matmul"]
+__all__ = [
+    "AUTO_ORDER",
+    "IMPLEMENTATIONS",
+    "Int8Weights",
+    "MatmulCall",
+    "Weights",
+    "explain",
+    "matmul",
+]
 
 
 @runtime_checkable
@@ -23,7 +31,7 @@ class MatmulImplementation(dispatch.Implementation[MatmulCall], Protocol):
     def matmul(
         self,
         x: Float[Array, "M D"],
-        weights: Float[Array, "L F D"],
+        weights: Weights,
         layer: int | Int32[Array, ""],
         num_tokens: int | Int32[Array, ""],
         out_dtype: jax.typing.DTypeLike,
@@ -43,7 +51,7 @@ def explain(call: MatmulCall) -> dispatch.Explanation:
 
 def matmul(
     x: Float[Array, "M D"],
-    weights: Float[Array, "L F D"],
+    weights: Weights,
     layer: int | Int32[Array, ""] = 0,
     num_tokens: int | Int32[Array, ""] | None = None,
     *,
@@ -54,6 +62,10 @@ def matmul(
 ) -> Float[Array, "M F"]:
     """x @ weights[layer].T, summed up in float32; inputs of float32 are not rounded.
 
+    Next to int8 weights bfloat16 may become integers of 16 bits with a scale a token; then they are
+    off by up to 2**-16 of the token's largest entry, and entries that are not finite make all
+    results of their token NaN.
+
     num_tokens: live rows of x, the first ones; None: all. What comes of others is finite if they
       are, and unspecified.
     out_dtype: what the sums are rounded to.
@@ -63,10 +75,13 @@ def matmul(
         ValueError: arguments that do not fit each other.
         UnsupportedError: `implementation` cannot serve the call.
     """
-    if x.shape[1] != weights.shape[2]:
-        raise ValueError(f"x {x.shape} and weights {weights.shape} do not fit each other")
-    shape = (x.shape[0], x.shape[1], weights.shape[1])
-    call = MatmulCall(chip, shape, weights.dtype, num_devices)
+    matrices = weights.values if isinstance(weights, Int8Weights) else weights
+    if x.shape[1] != matrices.shape[2]:
+        raise ValueError(f"x {x.shape} and weights {matrices.shape} do not fit each other")
+    if isinstance(weights, Int8Weights) and weights.scales.shape != matrices.shape[:2]:
+        raise ValueError(f"scales {weights.scales.shape} are not for weights {matrices.shape}")
+    shape = (x.shape[0], x.shape[1], matrices.shape[1])
+    call = MatmulCall(chip, shape, matrices.dtype, num_devices)
     chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER, implementation, call)
     live = x.shape[0] if num_tokens is None else num_tokens
     return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live, out_dtype)

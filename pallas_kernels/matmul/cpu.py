@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from pallas_kernels import native
-from pallas_kernels.matmul.specs import MatmulCall
+from pallas_kernels.matmul.specs import Int8Weights, MatmulCall, Weights
 
 _FEW_TOKENS = 16  # of more, XLA's products are faster where the CPU multiplies bfloat16
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -23,13 +23,13 @@ _TARGET = "jaxserve_matmul"
 
 
 def unsupported_reason(call: MatmulCall) -> str | None:
-    """Serves products with whole matrices of bfloat16, where it can be compiled."""
+    """Serves products with whole matrices of bfloat16 or int8, where it can be compiled."""
     if call.chip.platform != "cpu":
         return "runs on CPUs"
     if call.num_devices > 1:
         return "does not cut arrays over devices"
-    if call.weight_dtype != jnp.bfloat16:
-        return f"multiplies with weights of bfloat16, not {call.weight_dtype.name}"
+    if call.weight_dtype not in (jnp.bfloat16, jnp.int8):
+        return f"multiplies with weights of bfloat16 or int8, not {call.weight_dtype.name}"
     if problem := native.problem(_SOURCE, _TARGET):
         return problem
     if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16() and not has_tiles():
@@ -39,7 +39,7 @@ def unsupported_reason(call: MatmulCall) -> str | None:
 
 def matmul(
     x: Float[Array, "M D"],
-    weights: Float[Array, "L F D"],
+    weights: Weights,
     layer: int | Int32[Array, ""],
     num_tokens: int | Int32[Array, ""],
     out_dtype: jax.typing.DTypeLike,
@@ -48,10 +48,11 @@ def matmul(
     where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(num_tokens, jnp.int32)])
     by_tiles = x.dtype == jnp.bfloat16 and has_tiles()
     is_rounded = by_tiles and out_dtype == jnp.bfloat16
-    shape = (x.shape[0], weights.shape[1])
+    matrices, *scales = weights if isinstance(weights, Int8Weights) else (weights,)
+    shape = (x.shape[0], matrices.shape[1])
     out = jax.ShapeDtypeStruct(shape, jnp.bfloat16 if is_rounded else jnp.float32)
     x = x if by_tiles else x.astype(jnp.float32)
-    return jax.ffi.ffi_call(_TARGET, out)(x, weights, where).astype(out_dtype)
+    return jax.ffi.ffi_call(_TARGET, out)(x, matrices, where, *scales).astype(out_dtype)
 
 
 @functools.cache

@@ -1,10 +1,23 @@
 """The static facts of a matmul."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
+from jax import Array
+from jaxtyping import Float, Float32, Int8
 
 from pallas_kernels.chips import Chip
+
+
+class Int8Weights(NamedTuple):
+    """A stack of matrices values * scales, with a scale for each channel of F; a pytree."""
+
+    values: Int8[Array, "L F D"]
+    scales: Float32[Array, "L F"]
+
+
+type Weights = Float[Array, "L F D"] | Int8Weights
 
 
 @dataclasses.dataclass(frozen=True)
