@@ -4,10 +4,7 @@
 #ifndef PALLAS_KERNELS_NATIVE_H_
 #define PALLAS_KERNELS_NATIVE_H_
 
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "xla/ffi/api/c_api.h"
@@ -26,8 +23,6 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t bfloat16;
-
-enum { MAX_HELPERS = 31 };
 
 static inline Floats load(const float *at) {
   Floats loaded;
@@ -82,81 +77,17 @@ static inline float sum_of(Floats lanes) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-enum { NUM_SCRATCHES = 2 };
-
-typedef struct {
-  float *memory[NUM_SCRATCHES];
-  int64_t capacity[NUM_SCRATCHES];
-} Scratches;
-
-static pthread_key_t scratch_key;  // of threads that have some
-
-static void free_scratches(void *scratches) {
-  for (int i = 0; i < NUM_SCRATCHES; i++) free(((Scratches *)scratches)->memory[i]);
-}
-
-__attribute__((constructor)) static void make_scratch_key(void) {
-  if (pthread_key_create(&scratch_key, free_scratches) != 0) abort();
-}
-
 // Memory of this thread, in whole lines of the cache, which stays until it asks for more, or ends.
-static inline float *scratch_of(int number, int64_t num_floats) {
-  static _Thread_local Scratches mine;
-  if (num_floats > mine.capacity[number]) {
-    pthread_setspecific(scratch_key, &mine);
-    free(mine.memory[number]);
-    mine.capacity[number] = (num_floats + 15) / 16 * 16;
-    mine.memory[number] = aligned_alloc(64, sizeof(float) * mine.capacity[number]);
-    if (mine.memory[number] == NULL) abort();  // as XLA's own allocations do
-  }
-  return mine.memory[number];
-}
+// There are two, by `number`.
+float *scratch_of(int number, int64_t num_floats);
 
 // Computes items begin to end of `work`.
 typedef void Run(const void *work, int64_t begin, int64_t end);
 
-typedef struct {
-  Run *run;
-  const void *work;
-  int64_t num_items, run_len, num_threads;
-  _Atomic int64_t num_taken, num_done;  // items
-  _Atomic int num_users;                // the last one frees this
-} Shared;
-
-// Takes runs, long ones at first: within a run, memory can be asked for ahead.
-static void take_part(Shared *shared) {
-  int64_t begin = atomic_load_explicit(&shared->num_taken, memory_order_relaxed), end;
-  for (;;) {
-    do {
-      if (begin >= shared->num_items) return;
-      int64_t share = (shared->num_items - begin) / (2 * shared->num_threads);
-      int64_t num_runs = share / shared->run_len;
-      end = begin + shared->run_len * (num_runs > 1 ? num_runs : 1);
-      if (end > shared->num_items) end = shared->num_items;
-    } while (!atomic_compare_exchange_weak_explicit(&shared->num_taken, &begin, end,
-                                                    memory_order_relaxed, memory_order_relaxed));
-    shared->run(shared->work, begin, end);
-    atomic_fetch_add_explicit(&shared->num_done, end - begin, memory_order_release);
-    begin = atomic_load_explicit(&shared->num_taken, memory_order_relaxed);
-  }
-}
-
-static void leave(Shared *shared) {
-  if (atomic_fetch_sub(&shared->num_users, 1) == 1) free(shared);
-}
-
-static void help(void *shared) {
-  take_part(shared);
-  leave(shared);
-}
-
-static inline void pause_briefly(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
+// Runs all items, at least `run_len` of them at a time, with what threads come to help meanwhile;
+// `work` is read until this returns, by no one after.
+void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, int64_t num_items,
+           int64_t run_len);
 
 static inline void forget(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) {
   XLA_FFI_Error_Destroy_Args destroy = {sizeof destroy, NULL, error};
@@ -166,45 +97,6 @@ static inline void forget(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) 
 static inline XLA_FFI_Error *error_of(const XLA_FFI_CallFrame *frame, const char *message) {
   XLA_FFI_Error_Create_Args create = {sizeof create, NULL, message, XLA_FFI_Error_Code_INTERNAL};
   return frame->api->XLA_FFI_Error_Create(&create);
-}
-
-static int count_helpers(const XLA_FFI_CallFrame *frame, int64_t num_runs) {
-  int64_t num_threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args count = {sizeof count, NULL, frame->ctx, &num_threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
-  if (error != NULL) {
-    forget(frame, error);
-    return 0;
-  }
-  int64_t useful = (num_threads < num_runs ? num_threads : num_runs) - 1;
-  return useful < 0 ? 0 : useful < MAX_HELPERS ? useful : MAX_HELPERS;
-}
-
-// Runs all items, at least `run_len` of them at a time, with what threads come to help meanwhile;
-// `work` is read until this returns, by no one after.
-static void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, int64_t num_items,
-                  int64_t run_len) {
-  int num_helpers = count_helpers(frame, (num_items + run_len - 1) / run_len);
-  if (num_helpers == 0) {
-    if (num_items > 0) run(work, 0, num_items);
-    return;
-  }
-  Shared *shared = malloc(sizeof *shared);
-  if (shared == NULL) abort();  // as XLA's own allocations do
-  *shared = (Shared){.run = run, .work = work, .num_items = num_items, .run_len = run_len,
-                     .num_threads = 1 + num_helpers};
-  atomic_init(&shared->num_users, 1 + num_helpers);
-  for (int i = 0; i < num_helpers; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args schedule = {sizeof schedule, NULL, frame->ctx, help, shared};
-    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&schedule);
-    if (error == NULL) continue;
-    forget(frame, error);  // this thread does it
-    leave(shared);
-  }
-  take_part(shared);
-  while (atomic_load_explicit(&shared->num_done, memory_order_acquire) < num_items)
-    pause_briefly();
-  leave(shared);
 }
 
 // Whether XLA only asks which version of its interface this is for, which is then answered, or has

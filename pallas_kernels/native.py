@@ -18,46 +18,47 @@ from pathlib import Path
 
 import jax
 
+_SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.c")))
 _HEADERS = tuple(sorted(Path(__file__).parent.rglob("*.h")))
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
 _COMPILE_S = 120
 
 
 @functools.cache
-def problem(source: Path, target: str) -> str | None:
-    """Makes the library of `source` and registers its function `target` under that name.
+def problem(target: str) -> str | None:
+    """Makes the library, once, and registers its function `target` under that name.
 
     Returns what stands in the way, if something does.
     """
     try:
-        function = getattr(library(source), target)
+        function = getattr(library(), target)
     except (OSError, subprocess.SubprocessError) as error:
         return " ".join(str(error).split())
-    has_tiles(source)  # asks the system for them: a program that is loaded may use them untraced
+    has_tiles()  # asks the system for them: a program that is loaded may use them untraced
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return None
 
 
 @functools.cache
-def library(source: Path) -> ctypes.CDLL:
-    """The loaded library of `source`; raises what `make_library` does."""
-    return ctypes.CDLL(str(make_library(source)))
+def library() -> ctypes.CDLL:
+    """The loaded library; raises what `make_library` does."""
+    return ctypes.CDLL(str(make_library()))
 
 
 @functools.cache
-def has_tiles(source: Path) -> bool:
-    """Whether the library of `source` multiplies bfloat16 by this CPU's unit for tiles (AMX)."""
-    return bool(library(source).jaxserve_has_tiles())
+def has_tiles() -> bool:
+    """Whether the library multiplies by this CPU's unit for tiles (AMX)."""
+    return bool(library().jaxserve_has_tiles())
 
 
-def make_library(source: Path) -> Path:
-    """The compiled library, for this CPU and this jaxlib.
+def make_library() -> Path:
+    """The compiled library of all sources, for this CPU and this jaxlib.
 
     Raises:
       OSError, SubprocessError: there is no C compiler, or it fails.
     """
     compiler = _compiler()
-    texts = (path.read_text("utf-8") for path in (source, *_HEADERS))
+    texts = (path.read_text("utf-8") for path in (*_SOURCES, *_HEADERS))
     parts = (*texts, importlib.metadata.version("jaxlib"), cpu(), *compiler, *_FLAGS)
     digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
     try:
@@ -65,12 +66,12 @@ def make_library(source: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # nobody's home, or not ours to write
         directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))
-    path = directory / f"{source.parent.name}-{digest}.so"
+    path = directory / f"kernels-{digest}.so"
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / path.name
             include = (f"-I{jax.ffi.include_dir()}", f"-I{Path(__file__).parent}")
-            command = [*compiler, *_FLAGS, *include, str(source), "-o", str(made)]
+            command = [*compiler, *_FLAGS, *include, *map(str, _SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
             if done.returncode:
                 raise OSError(f"{' '.join(compiler)} fails: {done.stderr[-500:]}")

@@ -159,7 +159,7 @@ static inline void end_tiles(void) {}
 #endif
 
 // Whether this process may use the unit, which it asks the system for.
-int jaxserve_has_tiles(void) {
+static inline int may_use_tiles(void) {
 #if HAS_TILES
   enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;

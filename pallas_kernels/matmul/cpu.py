@@ -7,7 +7,6 @@ not ask for weights ahead.
 
 import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from pallas_kernels import native
 from pallas_kernels.matmul.specs import Int8Weights, MatmulCall, Weights
 
 _FEW_TOKENS = 16  # of more, XLA's products are faster where the CPU multiplies bfloat16
-_SOURCE = Path(__file__).with_suffix(".c")
 _TARGET = "jaxserve_matmul"
 
 
@@ -30,7 +28,7 @@ def unsupported_reason(call: MatmulCall) -> str | None:
         return "does not cut arrays over devices"
     if call.weight_dtype not in (jnp.bfloat16, jnp.int8):
         return f"multiplies with weights of bfloat16 or int8, not {call.weight_dtype.name}"
-    if problem := native.problem(_SOURCE, _TARGET):
+    if problem := native.problem(_TARGET):
         return problem
     if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16() and not has_tiles():
         return f"is for up to {_FEW_TOKENS} tokens where the CPU multiplies bfloat16, not by tiles"
@@ -66,4 +64,4 @@ def has_tiles() -> bool:
 
     Then each token's result is the same whatever tokens are around it.
     """
-    return native.problem(_SOURCE, _TARGET) is None and native.has_tiles(_SOURCE)
+    return native.problem(_TARGET) is None and native.has_tiles()

@@ -3,8 +3,6 @@
 XLA writes the new keys and values, as for `xla`.
 """
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -18,7 +16,6 @@ from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 _MAX_LANES = 16  # a head is whole vectors
-_SOURCE = Path(__file__).with_suffix(".c")
 _TARGET = "jaxserve_ragged_paged_attention"
 
 
@@ -35,7 +32,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "does not scale what it reads"
     if layout.head_dim % _MAX_LANES:
         return f"wants heads of a multiple of {_MAX_LANES}, not of {layout.head_dim}"
-    return native.problem(_SOURCE, _TARGET)
+    return native.problem(_TARGET)
 
 
 plan = xla.plan  # XLA writes, so it is told where
@@ -78,4 +75,4 @@ def _is_by_tiles(call: AttentionCall) -> bool:
     layout = call.layout
     is_bfloat16 = layout.dtype == call.q_dtype == jnp.bfloat16
     is_whole = layout.head_dim % 32 == 0 and layout.page_size % 16 == 0
-    return is_bfloat16 and is_whole and native.has_tiles(_SOURCE)
+    return is_bfloat16 and is_whole and native.has_tiles()

@@ -37,7 +37,7 @@ def wanted(x: jax.Array, weights: jax.Array, layer: int) -> np.ndarray:
 @pytest.fixture
 def by_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU that has nothing for bfloat16."""
-    monkeypatch.setattr(native, "has_tiles", lambda source: False)
+    monkeypatch.setattr(native, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: False)
 
 
@@ -215,17 +215,17 @@ def test_without_a_home_it_is_made_elsewhere(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(native.Path, "home", nobody)
     monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
-    made = native.make_library(cpu._SOURCE)
+    made = native.make_library()
     assert made.is_file() and made.is_relative_to(tmp_path)
 
 
 @needs_compiler
 def test_the_library_is_made_once(fresh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    made = native.make_library(cpu._SOURCE)
+    made = native.make_library()
     assert made.is_relative_to(tmp_path)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise subprocess.SubprocessError("compiled again")
 
     monkeypatch.setattr(native.subprocess, "run", fail)
-    assert native.make_library(cpu._SOURCE) == made
+    assert native.make_library() == made
