@@ -22,17 +22,27 @@ class Bucket:
 
 
 def make_buckets(
-    max_num_batched_tokens: int, max_num_seqs: int, smallest: int = 16
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    smallest: int = 16,
+    *,
+    has_single: bool = False,
 ) -> tuple[Bucket, ...]:
-    """Powers of two from `smallest` up to what holds max_num_batched_tokens, in rising order."""
-    buckets = []
+    """Powers of two from `smallest` up to what holds max_num_batched_tokens, in rising order.
+
+    has_single: before them one for a single token.
+    """
+    buckets = [_bucket(1, 1)] if has_single and smallest > 1 else []
     num_tokens = smallest
     while True:
-        num_rows = min(max_num_seqs, num_tokens)
-        buckets.append(Bucket(num_tokens, num_rows, max(128, 2 * num_tokens)))
+        buckets.append(_bucket(num_tokens, max_num_seqs))
         if num_tokens >= max_num_batched_tokens:
             return tuple(buckets)
         num_tokens *= 2
+
+
+def _bucket(num_tokens: int, max_num_seqs: int) -> Bucket:
+    return Bucket(num_tokens, min(max_num_seqs, num_tokens), max(128, 2 * num_tokens))
 
 
 def bucket_for(buckets: tuple[Bucket, ...], num_tokens: int, num_rows: int) -> Bucket:

@@ -132,6 +132,8 @@ class Worker:
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
             sizing.smallest_bucket(chip.platform),
+            # C takes no longer for one row than for eight, and what XLA does around it much less.
+            has_single=config.worker.matmul == "cpu",
         )[::-1]  # the largest takes longest: it goes first
         spec = StepSpec(
             config.info,
