@@ -32,6 +32,10 @@ class StepInput(NamedTuple):
     values: Int32[np.ndarray, " W"]
     num_computed: Int32[np.ndarray, " R"]
 
+    def repeats(self, other: "StepInput") -> bool:
+        """Whether the device is told the same as in `other`: it counts itself what rows computed."""
+        return self.rows is other.rows and not len(self.values) and not len(other.values)
+
     def fill(self, buffer: Int32[np.ndarray, " D"], bucket: Bucket, num_lines: int) -> None:
         """Writes the step into an upload buffer; a batch state of `num_lines` lines tells what is
         past its end."""
@@ -69,14 +73,16 @@ class BatchMirror:
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         # Runs of tokens that the device has not seen, as (first position, tokens), by row.
         self._known_tokens: dict[int, list[tuple[int, np.ndarray]]] = {}
-        self._decoding: StepInput | None = None  # the last step, if all rows only decoded in it
+        # While all rows only decode: the first such step, and how many came, which no array shows.
+        self._decoding: StepInput | None = None
+        self._num_decoded = 0
 
     def apply(self, plan: SchedulerOutput) -> StepInput:
         """Takes in one plan; returns what the device must do for it."""
         is_usual = not (plan.num_tokens or plan.admitted or plan.released_rows)
         if is_usual and not plan.forced_tokens and not self._known_tokens:
             return self._decode_all(plan)
-        self._decoding = None
+        self._end_decoding()
         for row in plan.released_rows:
             assert self._is_live[row], f"row {row} is released but not live in step {plan.step_id}"
             self._is_live[row] = False
@@ -107,20 +113,25 @@ class BatchMirror:
         step = self._decoding
         if step is None:
             rows = np.flatnonzero(self._is_live).astype(np.int32)
+            starts = self._num_computed[rows]
+            assert np.array_equal(starts + 1, self._num_tokens[rows]), (
+                f"step {plan.step_id} computes tokens that no live row has"
+            )
             ones, none = np.ones(len(rows), np.int32), np.zeros(0, np.int32)
-            step = StepInput(rows, ones, ones.astype(bool), -ones, none, none, ones)
-        starts = self._num_computed[step.rows]
-        ends = starts + 1
-        assert np.array_equal(ends, self._num_tokens[step.rows]), (
-            f"step {plan.step_id} computes tokens that no live row has"
-        )
-        self._num_computed[step.rows] = ends
-        self._num_tokens[step.rows] = ends + 1
-        self._decoding = step
-        if plan.new_blocks:
-            addresses, values = self._add_blocks(plan.new_blocks)
-            step = step._replace(addresses=addresses, values=values)
-        return step._replace(num_computed=starts)
+            step = StepInput(rows, ones, ones.astype(bool), -ones, none, none, starts)
+            self._decoding = step
+        num_computed = step.num_computed + self._num_decoded
+        self._num_decoded += 1
+        if not plan.new_blocks:
+            return step._replace(num_computed=num_computed)
+        addresses, values = self._add_blocks(plan.new_blocks)
+        return step._replace(addresses=addresses, values=values, num_computed=num_computed)
+
+    def _end_decoding(self) -> None:
+        if self._decoding is not None:
+            self._num_computed[self._decoding.rows] += self._num_decoded
+            self._num_tokens[self._decoding.rows] += self._num_decoded
+        self._decoding, self._num_decoded = None, 0
 
     def _admit(self, admitted: AdmittedRow) -> Int32[np.ndarray, "2 W"]:
         """Takes in a row; returns the addresses and values of its line."""

@@ -3,6 +3,7 @@
 import queue
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Int32, Shaped
@@ -26,6 +27,14 @@ class _Forwarded(NamedTuple):
     step: StepInput
     logits: Array
     sampling_rows: Array
+
+
+class _Upload(NamedTuple):
+    """What a step's forward was given, for steps that repeat it."""
+
+    step: StepInput
+    bucket: Bucket
+    buffer: Array | np.ndarray
 
 
 class _InFlight(NamedTuple):
@@ -55,12 +64,13 @@ class ModelRunner:
         self._params = params
         self._state = state
         self._options = options
-        self._uploaded = state.step.table.sharding  # whole on every device
+        self._whole = state.step.table.sharding  # on every device
         self._num_lines = state.step.table.shape[0]
         self._mirror = BatchMirror(self._num_lines, max_blocks_per_row)
         self._extras = ExtrasRunner(programs, params, state.pooled, options.vocab_size)
         self._option_rows: set[int] = set()
         self._forwarded: _Forwarded | None = None
+        self._uploaded: _Upload | None = None
         self._in_flight: queue.SimpleQueue[_InFlight] = queue.SimpleQueue()
         self._compiles = CompileCounter()
 
@@ -118,13 +128,22 @@ class ModelRunner:
     # --- a step's programs -----------------------------------------------------------------------
 
     def _forward(self, step_id: int, step: StepInput, bucket: Bucket) -> _Forwarded:
-        buffer = np.empty(bucket.delta_len, np.int32)
-        step.fill(buffer, bucket, self._num_lines)
         logits, sampling_rows, state = self._programs.forwards[bucket](
-            self._params, self._state.step, self._upload(buffer)
+            self._params, self._state.step, self._uploaded_step(step, bucket)
         )
         self._state = self._state._replace(step=state)
         return _Forwarded(step_id, step, logits, sampling_rows)
+
+    def _uploaded_step(self, step: StepInput, bucket: Bucket) -> Array | np.ndarray:
+        last = self._uploaded
+        if last is not None and last.bucket == bucket and step.repeats(last.step):
+            if isinstance(last.buffer, np.ndarray):  # there will be more such steps
+                self._uploaded = last._replace(buffer=jax.device_put(last.buffer, self._whole))
+            return self._uploaded.buffer
+        buffer = np.empty(bucket.delta_len, np.int32)
+        step.fill(buffer, bucket, self._num_lines)
+        self._uploaded = _Upload(step, bucket, self._upload(buffer))
+        return self._uploaded.buffer
 
     def _start_sampling(self, mask: GrammarMask | None) -> None:
         assert self._forwarded is not None
@@ -180,7 +199,7 @@ class ModelRunner:
     def _upload(
         self, array: Shaped[np.ndarray, "*S"]
     ) -> Shaped[Array, "*S"] | Shaped[np.ndarray, "*S"]:
-        return upload(array, self._uploaded)
+        return upload(array, self._whole)
 
 
 def mask_of_rows(
