@@ -4,8 +4,8 @@
     .venv/bin/python scripts/bench_scheduler.py [--num-steps 1000] [--sync] [--profile]
 
 A step is all that the engine core process does in it: schedule, encode the plan and write it to the
-ring buffer, read and decode the tokens, apply them, encode the outputs for the API server (in
-reality its output thread does that last part). The worker's side is faked and not counted.
+ring buffer, read and decode the tokens, apply them, encode the outputs for the API server. The
+worker's side is faked and not counted.
 """
 
 import argparse

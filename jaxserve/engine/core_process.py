@@ -1,15 +1,14 @@
 """The engine core process: `python -m jaxserve.engine.core_process`, started by the client.
 
 Input thread: receive, decode, hash prompt blocks, have grammars compiled -> `EngineCore.inputs`.
-Main thread: `EngineCore.run`. Output thread: encode, send, one socket an API server and one to the
-coordinator, where there is one. The last message of an engine core that fails is EngineDead; it
+Main thread: `EngineCore.run`, and sending what it gives, through one socket an API server and one
+to the coordinator, where there is one. The last message of an engine core that fails is EngineDead; it
 then exits with code 1, or 2 when the operator's settings are at fault.
 """
 
 import gc
 import logging
 import os
-import queue
 import shutil
 import sys
 import threading
@@ -40,47 +39,30 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_TIMEOUT_MS = 1000
 
 
-class OutputThread:
-    """Encodes and sends messages, in order."""
+class Outputs:
+    """Sends messages, in order, for one thread.
+
+    That is the loop's own: a thread more would take longer to wake up than messages take to send.
+    """
 
     def __init__(self, context: zmq.Context, addresses: list[str]):
-        self._context = context
-        self._addresses = addresses
-        self._messages: queue.SimpleQueue[tuple[int, EngineOutput] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
-        self._thread.start()
+        self._sockets = [context.socket(zmq.PUSH) for _ in addresses]
+        for socket, address in zip(self._sockets, addresses, strict=True):
+            socket.set_hwm(0)
+            socket.connect(address)
 
     def send(self, client_idx: int, message: EngineOutput) -> None:
-        """Queues a message for one client; never blocks."""
-        self._messages.put((client_idx, message))
+        """To one client; never blocks."""
+        self._sockets[client_idx].send(encode(message))
 
     def send_to_all(self, message: EngineOutput) -> None:
-        """Queues a message for every client."""
-        for client_idx in range(len(self._addresses)):
+        """To every client."""
+        for client_idx in range(len(self._sockets)):
             self.send(client_idx, message)
 
     def close(self) -> None:
-        """Sends what is queued, then ends."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._send_messages()
-        except BaseException as error:
-            # Nobody can be told any more, but the clients see the process end.
-            logger.error("the output thread failed", exc_info=error)
-            os._exit(1)
-
-    def _send_messages(self) -> None:
-        sockets = [self._context.socket(zmq.PUSH) for _ in self._addresses]
-        for socket, address in zip(sockets, self._addresses, strict=True):
-            socket.set_hwm(0)
-            socket.connect(address)
-        while (item := self._messages.get()) is not None:
-            client_idx, message = item
-            sockets[client_idx].send(encode(message))
-        for socket in sockets:
+        """What ZeroMQ still has it sends for a while."""
+        for socket in self._sockets:
             socket.close(linger=_LAST_WORDS_TIMEOUT_MS)
 
 
@@ -134,7 +116,7 @@ def run_engine_core(start: EngineCoreStart) -> int:
     """Runs an engine core from start to end; returns the process' exit code."""
     context = zmq.Context()
     coordinator = [start.coordinator_address] if start.coordinator_address else []
-    output_thread = OutputThread(context, [*start.output_addresses, *coordinator])
+    outputs = Outputs(context, [*start.output_addresses, *coordinator])
     executor = input_thread = core = None
     try:
         executor = make_executor(decode_config(start.config), start.worker_class)
@@ -142,12 +124,12 @@ def run_engine_core(start: EngineCoreStart) -> int:
         core = EngineCore(
             config,
             executor,
-            output_thread.send,
+            outputs.send,
             num_clients=len(start.output_addresses),
             reports_steps=bool(coordinator),
         )
         input_thread = InputThread(context, start.input_address, core, executor)
-        output_thread.send_to_all(EngineReady(config=encode_config(config)))
+        outputs.send_to_all(EngineReady(config=encode_config(config)))
         # What start-up made stays; the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
@@ -155,14 +137,14 @@ def run_engine_core(start: EngineCoreStart) -> int:
         exit_code = 0
     except Exception as error:
         dead, exit_code = _last_message(error)
-        output_thread.send_to_all(dead)
+        outputs.send_to_all(dead)
     if input_thread is not None:
         input_thread.close()
     if core is not None:
         core.shutdown()
     if executor is not None:
         executor.shutdown()
-    output_thread.close()
+    outputs.close()
     context.term()
     return exit_code
 

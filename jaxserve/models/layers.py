@@ -47,7 +47,7 @@ def matmul_by_xla(
 
 def linear(
     x: Float[Array, "T I"],
-    weights: Weights,
+    weights: Float[Array, "L *O I"] | Int8Weights,
     layer: int | Int32[Array, ""],
     matmul: Matmul = matmul_by_xla,
 ) -> Float[Array, "T *O"]:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import Matmul, linear, matmul_by_xla
-from pallas_kernels.matmul import Int8Weights, Weights
+from pallas_kernels.matmul import Int8Weights
 from pallas_kernels.ragged_paged_attention import KVCache
 
 type Params = Mapping[str, Array | Int8Weights]
@@ -23,7 +23,10 @@ type Attend = Callable[
     ],
     tuple[Float[Array, "T N H"], KVCache],
 ]
-type Linear = Callable[[Float[Array, "T I"], Weights, Int32[Array, ""]], Float[Array, "T *O"]]
+type Linear = Callable[
+    [Float[Array, "T I"], Float[Array, "L *O I"] | Int8Weights, Int32[Array, ""]],
+    Float[Array, "T *O"],
+]
 
 
 @dataclasses.dataclass(frozen=True)

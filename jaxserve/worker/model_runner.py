@@ -65,6 +65,7 @@ class ModelRunner:
         self._state = state
         self._options = options
         self._whole = state.step.table.sharding  # on every device
+        self._is_on_host = all(device.platform == "cpu" for device in self._whole.device_set)
         self._num_lines = state.step.table.shape[0]
         self._mirror = BatchMirror(self._num_lines, max_blocks_per_row)
         self._extras = ExtrasRunner(programs, params, state.pooled, options.vocab_size)
@@ -165,7 +166,8 @@ class ModelRunner:
                 *args, state.options, bits
             )
         self._state = state._replace(step=state.step._replace(table=table), options=options)
-        tokens.copy_to_host_async()
+        if not self._is_on_host:
+            tokens.copy_to_host_async()
         hidden = self._state.step.hidden
         extras = self._extras.start(step, forwarded.logits, tokens, hidden)
         self._in_flight.put(_InFlight(forwarded.step_id, tokens, step.samples, extras))

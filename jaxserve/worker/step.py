@@ -38,7 +38,7 @@ from jaxserve.worker.row_options import (
 from jaxserve.worker.sampler import sample, sample_with_options
 from jaxserve.worker.sharding import keep_whole, kv_cache_spec, num_parts
 from pallas_kernels.chips import Chip
-from pallas_kernels.matmul import Int8Weights, Weights, matmul
+from pallas_kernels.matmul import Int8Weights, matmul
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCache,
@@ -183,7 +183,9 @@ def _linears(spec: StepSpec, matmul: Matmul) -> tuple[Linear, Linear]:
     part, whole = PartitionSpec(None, "model"), PartitionSpec()
 
     def summed(
-        x: Float[Array, "T I"], weights: Weights, layer: Int32[Array, ""]
+        x: Float[Array, "T I"],
+        weights: Float[Array, "L O I"] | Int8Weights,
+        layer: Int32[Array, ""],
     ) -> Float[Array, "T O"]:
         of_weights = PartitionSpec(None, None, "model")
         if isinstance(weights, Int8Weights):

@@ -11,10 +11,13 @@ from pallas_kernels.chips import Chip
 
 
 class Int8Weights(NamedTuple):
-    """A stack of matrices values * scales, with a scale for each channel of F; a pytree."""
+    """A stack of matrices values * scales, with a scale for each channel; a pytree.
 
-    values: Int8[Array, "L F D"]
-    scales: Float32[Array, "L F"]
+    Models may have several axes of channels, or one matrix without a stack.
+    """
+
+    values: Int8[Array, "*F D"]
+    scales: Float32[Array, "*F"]
 
 
 type Weights = Float[Array, "L F D"] | Int8Weights

@@ -1,6 +1,7 @@
 """The ring buffer: what is written arrives, whole and in order, and nobody waits for the dead."""
 
 import os
+import select
 import random
 import tempfile
 import threading
@@ -182,7 +183,7 @@ def test_last_words_between_poll_and_death_are_not_missed(
     read_fd, write_fd = os.pipe()
     writer, reader = ring.writer(), ring.reader(watch_fds=[read_fd])
 
-    def poll(events: dict[int, int], deadline_s: float | None) -> list[int]:
+    def poll(poller: select.poll, deadline_s: float | None) -> list[int]:
         writer.write(b"last words")
         return [read_fd]
 

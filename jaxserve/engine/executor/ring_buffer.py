@@ -228,7 +228,7 @@ class RingWriter:
 
     def _sleep(self, events: dict[int, int], deadline_s: float | None) -> None:
         watched = events | dict.fromkeys(self._reader_of_death_fd, select.POLLIN)
-        for fd in _poll(watched, deadline_s):
+        for fd in _poll(_poller(watched), deadline_s):
             if fd in self._reader_of_death_fd:
                 raise ReaderDiedError(self._reader_of_death_fd[fd])
 
@@ -248,6 +248,7 @@ class RingReader:
         self._published = published
         self._consumed = consumed
         self._watch_fds = list(watch_fds)
+        self._poller = _poller(dict.fromkeys([self.fd, *watch_fds], select.POLLIN))
         self._offset = 0
         self._num_available = 0
         self._num_unacknowledged = 0
@@ -307,8 +308,7 @@ class RingReader:
             self._num_available = self._published.take()
             if self._num_available:
                 return
-            watched = dict.fromkeys([self.fd, *self._watch_fds], select.POLLIN)
-            ready = set(_poll(watched, deadline_s)).intersection(self._watch_fds)
+            ready = set(_poll(self._poller, deadline_s)).intersection(self._watch_fds)
             # A process that wrote and then died: what it wrote goes first.
             self._num_available = self._published.take() if ready else 0
             if self._num_available:
@@ -346,11 +346,15 @@ def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _poll(events: dict[int, int], deadline_s: float | None) -> list[int]:
-    """Sleeps until one of the descriptors is ready (or closed at the other end); returns those."""
+def _poller(events: dict[int, int]) -> select.poll:
     poller = select.poll()
     for fd, event in events.items():
         poller.register(fd, event)
+    return poller
+
+
+def _poll(poller: select.poll, deadline_s: float | None) -> list[int]:
+    """Sleeps until one of its descriptors is ready (or closed at the other end); returns those."""
     timeout_ms = None
     if deadline_s is not None:  # poll() takes 32 bits
         timeout_ms = min(max(0.0, deadline_s - time.monotonic()) * 1000, 2**31 - 1)
