@@ -5,10 +5,15 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "tiles.h"
 
-enum { NUM_SCRATCHES = 2, MAX_HELPERS = 31 };
+enum {
+  NUM_SCRATCHES = 2,
+  MAX_HELPERS = 31,
+  SPIN_NS = 20000,  // about what a run takes
+};
 
 typedef struct {
   float *memory[NUM_SCRATCHES];
@@ -50,6 +55,8 @@ typedef struct {
   _Atomic int64_t num_done;  // runs
   _Atomic int num_users;     // the last one frees this
   _Atomic int num_present;   // threads
+  pthread_mutex_t mutex;
+  pthread_cond_t is_done;
   Range ranges[];
 } Shared;
 
@@ -68,8 +75,11 @@ static int64_t take(Range *range, int is_own, int64_t *begin) {
   return count;
 }
 
-static void take_part(Shared *shared) {
+// Returns whether all is done by that.
+static int take_part(Shared *shared) {
   int64_t mine = atomic_fetch_add_explicit(&shared->num_present, 1, memory_order_relaxed);
+  int64_t num_runs = (shared->num_items + shared->run_len - 1) / shared->run_len;
+  int is_last = 0;
   for (int64_t i = 0; i < shared->num_threads; i++) {
     Range *range = &shared->ranges[(mine + i) % shared->num_threads];
     int64_t begin, count;
@@ -77,13 +87,18 @@ static void take_part(Shared *shared) {
       int64_t end = (begin + count) * shared->run_len;
       shared->run(shared->work, begin * shared->run_len,
                   end < shared->num_items ? end : shared->num_items);
-      atomic_fetch_add_explicit(&shared->num_done, count, memory_order_release);
+      int64_t num_done = atomic_fetch_add_explicit(&shared->num_done, count, memory_order_acq_rel);
+      is_last = num_done + count == num_runs;
     }
   }
+  return is_last;
 }
 
 static void leave(Shared *shared) {
-  if (atomic_fetch_sub(&shared->num_users, 1) == 1) free(shared);
+  if (atomic_fetch_sub(&shared->num_users, 1) > 1) return;
+  pthread_mutex_destroy(&shared->mutex);
+  pthread_cond_destroy(&shared->is_done);
+  free(shared);
 }
 
 static inline void pause_briefly(void) {
@@ -94,9 +109,39 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void help(void *shared) {
-  take_part(shared);
+static void help(void *work) {
+  Shared *shared = work;
+  if (take_part(shared)) {
+    pthread_mutex_lock(&shared->mutex);
+    pthread_cond_signal(&shared->is_done);
+    pthread_mutex_unlock(&shared->mutex);
+  }
   leave(shared);
+}
+
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static int is_done(Shared *shared, int64_t num_runs) {
+  return atomic_load_explicit(&shared->num_done, memory_order_acquire) == num_runs;
+}
+
+// For runs that others took. One of them may have lost its core to another process, and gets this
+// thread's if that sleeps.
+static void wait(Shared *shared, int64_t num_runs) {
+  if (is_done(shared, num_runs)) return;
+  for (int64_t end_ns = now_ns() + SPIN_NS; now_ns() < end_ns;) {
+    for (int i = 0; i < 8; i++) {
+      pause_briefly();
+      if (is_done(shared, num_runs)) return;
+    }
+  }
+  pthread_mutex_lock(&shared->mutex);
+  while (!is_done(shared, num_runs)) pthread_cond_wait(&shared->is_done, &shared->mutex);
+  pthread_mutex_unlock(&shared->mutex);
 }
 
 static int count_helpers(const XLA_FFI_CallFrame *frame, int64_t num_runs) {
@@ -128,6 +173,8 @@ void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, int64_t n
     uint64_t begin = num_runs * i / num_threads, end = num_runs * (i + 1) / num_threads;
     atomic_init(&shared->ranges[i].ends, begin << 32 | end);
   }
+  pthread_mutex_init(&shared->mutex, NULL);
+  pthread_cond_init(&shared->is_done, NULL);
   atomic_init(&shared->num_users, 1 + num_helpers);
   for (int i = 0; i < num_helpers; i++) {
     XLA_FFI_ThreadPool_Schedule_Args schedule = {sizeof schedule, NULL, frame->ctx, help, shared};
@@ -137,8 +184,7 @@ void share(const XLA_FFI_CallFrame *frame, Run *run, const void *work, int64_t n
     leave(shared);
   }
   take_part(shared);
-  while (atomic_load_explicit(&shared->num_done, memory_order_acquire) < num_runs)
-    pause_briefly();
+  wait(shared, num_runs);
   leave(shared);
 }
 
