@@ -8,7 +8,8 @@ FILE names other servers that are installed here, as JSON:
     {"llama-bf16": {"command": ["llama-server", "-m", "$PEERS/smollm2-bf16.gguf", "--port", "8111"],
                     "port": 8111, "model": "smol", "fields": {"ignore_eos": true}, "env": {}}}
 
-NAMES are those to run of jaxserve and FILE's; flags go to `jaxserve serve`. Each round starts every
+NAMES are those to run of jaxserve, jaxserve-int8 (with weights of 8 bits) and FILE's; flags go to
+`jaxserve serve`. Each round starts every
 server anew, so that what else the machine does falls on all alike. In the first round jaxserve has
 no compiled programs. Memory is the sum of PSS over a server's processes, at its peak; jaxserve gets
 a cache of 32k tokens. Before and after, what the machine can do: bytes read a second, and products
@@ -179,7 +180,10 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as directory:
         cache = Path(directory) / "cache"
-        servers = {"jaxserve": _jaxserve(flags, cache)}
+        servers = {"jaxserve": _jaxserve(flags, cache / "jaxserve")}
+        if not any(flag.startswith("--quantization") for flag in flags):
+            in_int8 = [*flags, "--quantization=int8"]
+            servers["jaxserve-int8"] = _jaxserve(in_int8, cache / "jaxserve-int8")
         if args.peers is not None:
             servers |= json.loads(args.peers.read_text("utf-8"))
         if args.only:

@@ -2,8 +2,8 @@
 
 Input thread: receive, decode, hash prompt blocks, have grammars compiled -> `EngineCore.inputs`.
 Main thread: `EngineCore.run`, and sending what it gives, through one socket an API server and one
-to the coordinator, where there is one. The last message of an engine core that fails is EngineDead; it
-then exits with code 1, or 2 when the operator's settings are at fault.
+to the coordinator, where there is one. The last message of an engine core that fails is EngineDead;
+it then exits with code 1, or 2 when the operator's settings are at fault.
 """
 
 import gc

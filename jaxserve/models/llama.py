@@ -1,6 +1,6 @@
 """The Llama family: pre-norm transformer, rotary positions, grouped queries, SwiGLU."""
 
-from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxserve.models.layers import (
 )
 from jaxserve.models.partition import pad_to, partition, place_heads
 from jaxserve.models.registry import Attend, Linear, Params, ParamSpec
+from pallas_kernels.matmul import Int8Weights
 from pallas_kernels.ragged_paged_attention import KVCache
 
 _LAYER = "model.layers.{i}."
@@ -53,22 +54,15 @@ def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
         return both.reshape(2, num_parts, -1, *gate.shape[1:]).swapaxes(0, 1)
 
     def stacked(
-        shape: tuple[int, ...],
-        axes: tuple[str | None, ...],
-        *names: str,
-        assemble: Callable[..., np.ndarray] | None = None,
-        is_quantized: bool = False,
+        shape: tuple[int, ...], axes: tuple[str | None, ...], *names: str, assemble=None
     ) -> ParamSpec:
         sources = tuple(_LAYER + n for n in names)
-        return ParamSpec((layers, *shape), ("layers", *axes), sources, assemble, is_quantized)
+        return ParamSpec((layers, *shape), ("layers", *axes), sources, assemble)
 
     qkv_names = [f"self_attn.{n}_proj" for n in "qkv"]
     specs = {
         "embed": ParamSpec(
-            (info.vocab_size, embed),
-            ("vocab", "embed"),
-            ("model.embed_tokens.weight",),
-            is_quantized=info.tie_word_embeddings,
+            (info.vocab_size, embed), ("vocab", "embed"), ("model.embed_tokens.weight",)
         ),
         "final_norm": ParamSpec((embed,), ("embed",), ("model.norm.weight",)),
         "layers.attn_norm": stacked((embed,), ("embed",), "input_layernorm.weight"),
@@ -77,14 +71,12 @@ def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
             ("kv_heads", None, None, "embed"),
             *[n + ".weight" for n in qkv_names],
             assemble=pack_qkv,
-            is_quantized=True,
         ),
         "layers.attn_out": stacked(
             (embed, num_places * group * head_dim),
             ("embed", "heads"),
             "self_attn.o_proj.weight",
             assemble=pack_attn_out,
-            is_quantized=True,
         ),
         "layers.mlp_norm": stacked((embed,), ("embed",), "post_attention_layernorm.weight"),
         "layers.gate_up": stacked(
@@ -93,14 +85,12 @@ def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
             "mlp.gate_proj.weight",
             "mlp.up_proj.weight",
             assemble=pack_gate_up,
-            is_quantized=True,
         ),
         "layers.down": stacked(
             (embed, cut.mlp),
             ("embed", "mlp"),
             "mlp.down_proj.weight",
             assemble=lambda down: pad_mlp(down, 1),
-            is_quantized=True,
         ),
     }
     if info.attention_bias:
@@ -113,9 +103,10 @@ def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
         specs["layers.attn_out_bias"] = stacked((embed,), ("embed",), "self_attn.o_proj.bias")
     if not info.tie_word_embeddings:
         specs["lm_head"] = ParamSpec(
-            (info.vocab_size, embed), ("vocab", "embed"), ("lm_head.weight",), is_quantized=True
+            (info.vocab_size, embed), ("vocab", "embed"), ("lm_head.weight",)
         )
-    return specs
+    quantized = {_head(info), *("layers." + name for name in _LARGE)}
+    return {n: dataclasses.replace(s, is_quantized=n in quantized) for n, s in specs.items()}
 
 
 def forward(
@@ -165,14 +156,16 @@ def forward(
 
     prefix = "layers."
     stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
-    embedded = look_up(params["embed"], token_ids, params["final_norm"].dtype)
+    final_norm = params["final_norm"]
+    assert not isinstance(final_norm, Int8Weights)
+    embedded = look_up(params["embed"], token_ids, final_norm.dtype)
     # By the loop's own counter: XLA reads weights where they lie in the stack, on GPUs too.
     _, x, kv_cache = jax.lax.while_loop(
         lambda carry: carry[0] < info.num_layers,
         layer,
         (jnp.int32(0), embedded, kv_cache),
     )
-    return rms_norm(x, params["final_norm"], info.rms_norm_eps), kv_cache
+    return rms_norm(x, final_norm, info.rms_norm_eps), kv_cache
 
 
 def logits(
@@ -182,5 +175,9 @@ def logits(
     matmul: Matmul = matmul_by_xla,
 ) -> Float32[Array, "R V"]:
     """See `registry.Model.logits`."""
-    head = params["embed" if info.tie_word_embeddings else "lm_head"]
-    return matmul(hidden, jax.tree.map(lambda array: array[None], head), 0)
+    head = jax.tree.map(lambda array: array[None], params[_head(info)])
+    return matmul(hidden, head, 0)
+
+
+def _head(info: ModelInfo) -> str:
+    return "embed" if info.tie_word_embeddings else "lm_head"

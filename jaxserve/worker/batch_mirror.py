@@ -33,7 +33,7 @@ class StepInput(NamedTuple):
     num_computed: Int32[np.ndarray, " R"]
 
     def repeats(self, other: "StepInput") -> bool:
-        """Whether the device is told the same as in `other`: it counts itself what rows computed."""
+        """Whether the device is told the same as in `other`; it counts itself what is computed."""
         return self.rows is other.rows and not len(self.values) and not len(other.values)
 
     def fill(self, buffer: Int32[np.ndarray, " D"], bucket: Bucket, num_lines: int) -> None:

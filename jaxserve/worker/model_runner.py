@@ -34,7 +34,7 @@ class _Upload(NamedTuple):
 
     step: StepInput
     bucket: Bucket
-    buffer: Array | np.ndarray
+    buffer: Int32[Array, " D"] | Int32[np.ndarray, " D"]
 
 
 class _InFlight(NamedTuple):
@@ -135,16 +135,18 @@ class ModelRunner:
         self._state = self._state._replace(step=state)
         return _Forwarded(step_id, step, logits, sampling_rows)
 
-    def _uploaded_step(self, step: StepInput, bucket: Bucket) -> Array | np.ndarray:
-        last = self._uploaded
-        if last is not None and last.bucket == bucket and step.repeats(last.step):
-            if isinstance(last.buffer, np.ndarray):  # there will be more such steps
-                self._uploaded = last._replace(buffer=jax.device_put(last.buffer, self._whole))
-            return self._uploaded.buffer
-        buffer = np.empty(bucket.delta_len, np.int32)
-        step.fill(buffer, bucket, self._num_lines)
-        self._uploaded = _Upload(step, bucket, self._upload(buffer))
-        return self._uploaded.buffer
+    def _uploaded_step(
+        self, step: StepInput, bucket: Bucket
+    ) -> Int32[Array, " D"] | Int32[np.ndarray, " D"]:
+        uploaded = self._uploaded
+        if uploaded is None or uploaded.bucket != bucket or not step.repeats(uploaded.step):
+            buffer = np.empty(bucket.delta_len, np.int32)
+            step.fill(buffer, bucket, self._num_lines)
+            uploaded = _Upload(step, bucket, self._upload(buffer))
+        elif isinstance(uploaded.buffer, np.ndarray):  # there will be more such steps
+            uploaded = uploaded._replace(buffer=jax.device_put(uploaded.buffer, self._whole))
+        self._uploaded = uploaded
+        return uploaded.buffer
 
     def _start_sampling(self, mask: GrammarMask | None) -> None:
         assert self._forwarded is not None

@@ -126,6 +126,12 @@ def resolve_for_device(config: EngineConfig, device: jax.Device) -> EngineConfig
         other.
     """
     platform = platform_of(device)
+    if config.model.quantization != "none" and platform != "cpu":
+        raise UserError(
+            f"--quantization {config.model.quantization} is for CPUs: the compiler for a "
+            f"{platform} would write the weights anew in every step.",
+            fix="Leave --quantization out.",
+        )
     defaults = _DEFAULTS[platform]
     derived: dict[str, object] = {}
 
@@ -237,6 +243,8 @@ def _resolve_matmul(config: EngineConfig, chip: Chip) -> str:
     assert explanation.chosen is not None, str(explanation)
     if chip.platform == "cpu":  # elsewhere there is nothing to choose
         logger.info("matmul = %s: best of what runs here", explanation)
+    if model.quantization != "none" and explanation.chosen == "xla":
+        logger.warning("Without products in C, weights of int8 are slower than of bfloat16")
     return explanation.chosen
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, Sharding
-from jaxtyping import Float, Int8, Shaped
+from jaxtyping import Float, Float32, Int8, Shaped
 
 from jaxserve.checkpoint import open_weights
 from jaxserve.checkpoint.weights import WeightReader, check_weight_names
@@ -118,8 +118,10 @@ class _Parts:
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
 
 
-def _quantize(array: Float[np.ndarray, "*O I"]) -> tuple[Int8[np.ndarray, "*O I"], Any]:
-    """As values * scales, [*O] float32: the largest of a channel becomes 127 or -127."""
+def _quantize(
+    array: Float[np.ndarray, "*O I"],
+) -> tuple[Int8[np.ndarray, "*O I"], Float32[np.ndarray, "*O"]]:
+    """As values * scales: the largest of a channel becomes 127 or -127."""
     array = array.astype(np.float32, copy=False)
     peaks = np.maximum(array.max(axis=-1), -array.min(axis=-1))
     scales = peaks / np.float32(127)
@@ -130,7 +132,7 @@ def _quantize(array: Float[np.ndarray, "*O I"]) -> tuple[Int8[np.ndarray, "*O I"
 
 def _read_param(
     spec: ParamSpec, reader: WeightReader, shape: jax.ShapeDtypeStruct | Int8Weights
-) -> Array | Int8Weights:
+) -> Shaped[Array, "..."] | Int8Weights:
     """Reads one parameter; its layers in parallel, as reading drops the GIL.
 
     Of each layer only what this process's devices have stays in memory.

@@ -132,8 +132,7 @@ class Worker:
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
             sizing.smallest_bucket(chip.platform),
-            # C takes no longer for one row than for eight, and what XLA does around it much less.
-            has_single=config.worker.matmul == "cpu",
+            has_single=config.worker.matmul == "cpu",  # XLA's are slow with one token
         )[::-1]  # the largest takes longest: it goes first
         spec = StepSpec(
             config.info,

@@ -45,9 +45,14 @@ def test_greedy_tokens(greedy_outputs, idx):
 # 2^-24 * sqrt(60) * sqrt(576) ~ 1e-5.
 # bfloat16: weight, input and residual of each of 60 blocks round at 2^-9, and products accumulate
 # in float32: 2^-9 * sqrt(3 * 60) ~ 0.026.
+# int8: a weight is off by up to 1 / 254 of the largest of its channel, 1 / 440 of it in the mean,
+# and the largest is about three usual ones: 3 / 440 * sqrt(60) ~ 0.053.
 # The worst of 96 logits lies within 2.5 sigma.
-@pytest.mark.parametrize(("dtype", "sigma"), [("float32", 1e-5), ("bfloat16", 0.026)])
-def test_first_logits(demo_worker, dtype, sigma):
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "sigma"),
+    [("float32", "none", 1e-5), ("bfloat16", "none", 0.026), ("bfloat16", "int8", 0.053)],
+)
+def test_first_logits(demo_worker, dtype, quantization, sigma):
     _, config = demo_worker
     config = replace(config, dtype=dtype, num_kv_blocks=64)
     mesh = make_mesh(jax.local_devices()[:1])
@@ -58,7 +63,7 @@ def test_first_logits(demo_worker, dtype, sigma):
     spec = StepSpec(config.info, layout, chip, *names, jnp.dtype(dtype), bucket.num_tokens, mesh)
     max_blocks = sizing.blocks_per_sequence(config)
     state = empty_state(state_shapes(spec, 4, max_blocks, 64))
-    params = load_params(config.info, jnp.dtype(dtype), mesh)
+    params = load_params(config.info, jnp.dtype(dtype), mesh, quantization)
     forward = compile_forward(spec, bucket, params, state)
     checked = 0
     for golden in GOLDENS["prompts"]:

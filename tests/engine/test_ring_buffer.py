@@ -1,8 +1,8 @@
 """The ring buffer: what is written arrives, whole and in order, and nobody waits for the dead."""
 
 import os
-import select
 import random
+import select
 import tempfile
 import threading
 import time

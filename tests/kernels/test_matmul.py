@@ -15,7 +15,7 @@ from pallas_kernels import matmul as op
 from pallas_kernels import native
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.matmul import MatmulCall, cpu, matmul
+from pallas_kernels.matmul import Int8Weights, MatmulCall, cpu, matmul
 from tests.native import IN_C, needs_compiler, needs_tiles
 
 CPU = CHIPS["cpu"]
@@ -55,6 +55,24 @@ def check_products(implementation, num_tokens, width, num_channels):
     assert rounded.dtype == BFLOAT16 and np.array_equal(rounded, got.astype(BFLOAT16))
 
 
+def check_int8(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
+    """Live tokens only: the last one is not."""
+    rng = np.random.default_rng(num_tokens * width + num_channels)
+    x = jnp.asarray(rng.standard_normal((num_tokens + 1, width)), dtype)
+    values = rng.integers(-127, 128, (3, num_channels, width)).astype(np.int8)
+    scales = rng.uniform(0.5, 2, (3, num_channels)).astype(np.float32)
+    weights = Int8Weights(jnp.asarray(values), jnp.asarray(scales))
+    run = jax.jit(functools.partial(matmul, chip=CPU, implementation=implementation))
+    for layer in (0, 2):
+        got = np.asarray(run(x, weights, jnp.int32(layer), jnp.int32(num_tokens)))[:num_tokens]
+        matrix = values[layer] * scales[layer].astype(np.float64)[:, None]
+        x64 = np.asarray(x, np.float64)[:num_tokens]
+        peaks = np.abs(x64).max(axis=1, keepdims=True)
+        # Tokens as integers of 16 bits are off by half a step of the largest / 32,639.
+        sums = np.abs(matrix).sum(axis=1) * peaks
+        np.testing.assert_array_less(np.abs(got - x64 @ matrix.T), sums * 2**-16 + 1e-30)
+
+
 NUM_TOKENS = pytest.mark.parametrize("num_tokens", [*range(1, 10), 16, 33])
 SIZES = pytest.mark.parametrize(("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (900, 133)])
 
@@ -79,13 +97,52 @@ def test_products_by_tiles(num_tokens, width, num_channels):
     check_products("cpu", num_tokens, width, num_channels)
 
 
+@NUM_TOKENS
+@SIZES
+def test_int8_of_xla(num_tokens, width, num_channels):
+    check_int8("xla", num_tokens, width, num_channels, FLOAT32)
+
+
+@needs_compiler
+@NUM_TOKENS
+@SIZES
+def test_int8_by_vectors(by_vectors, num_tokens, width, num_channels):
+    check_int8("cpu", num_tokens, width, num_channels)
+
+
+@needs_tiles
+@NUM_TOKENS
+@SIZES
+def test_int8_by_tiles(num_tokens, width, num_channels):
+    check_int8("cpu", num_tokens, width, num_channels)
+
+
+@needs_tiles
+def test_int8_tokens_keep_their_scale_and_their_faults_to_themselves():
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((6, 100)).astype(np.float32)
+    x[1], x[2], x[3, 7], x[4, 9] = 0, 1e-36, np.nan, -np.inf
+    x[5] *= 2.0**100
+    values = rng.integers(-127, 128, (1, 40, 100)).astype(np.int8)
+    weights = Int8Weights(jnp.asarray(values), jnp.ones((1, 40), jnp.float32))
+    x = jnp.asarray(x, BFLOAT16)
+    got = np.asarray(matmul(x, weights, chip=CPU, implementation="cpu"))
+    assert not got[1:3].any() and np.isnan(got[3:5]).all()
+    want = np.asarray(x, np.float64)[[0, 5]] @ values[0].T.astype(np.float64)
+    np.testing.assert_allclose(got[[0, 5]], want, rtol=0, atol=np.abs(want).max() * 2**-12)
+
+
 @needs_tiles
 def test_tiles_multiply_a_token_the_same_among_any_others():
     x, weights = random_arrays(75, 160, 70)
     run = jax.jit(functools.partial(matmul, chip=CPU, implementation="cpu"))
     together = np.asarray(run(x, weights))
+    values = np.random.default_rng(0).integers(-127, 128, weights.shape).astype(np.int8)
+    int8 = Int8Weights(jnp.asarray(values), jnp.ones(weights.shape[:2], jnp.float32))
+    int8_together = np.asarray(run(x, int8))
     for begin, end in [(0, 1), (5, 6), (3, 30), (40, 75)]:
         assert np.array_equal(run(x[begin:end], weights), together[begin:end])
+        assert np.array_equal(run(x[begin:end], int8), int8_together[begin:end])
 
 
 @needs_compiler
@@ -180,6 +237,9 @@ def test_float32_is_not_served():
         matmul(x, weights, chip=CPU, implementation="cpu")
     with pytest.raises((ValueError, TypeError)):  # the second where annotations are checked
         matmul(x[:, :3], weights, chip=CPU)
+    scales = jnp.ones((3, 7), jnp.float32)
+    with pytest.raises((ValueError, TypeError), match=r"scales|Type"):
+        matmul(x, Int8Weights(weights.astype(jnp.int8), scales), chip=CPU)
 
 
 @pytest.fixture

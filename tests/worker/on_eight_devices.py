@@ -73,14 +73,15 @@ def uploads() -> list[np.ndarray]:
     return buffers
 
 
-def run_steps(info: ModelInfo, mesh: Mesh) -> tuple[list[np.ndarray], list[list[int]], str]:
+def run_steps(
+    info: ModelInfo, mesh: Mesh, quantization: str = "none"
+) -> tuple[list[np.ndarray], list[list[int]], str]:
     """Logits and tokens of the rows that sample, step by step, and the forward's HLO."""
     spec = spec_of(info, mesh)
-    shapes, params = shapes_of(spec), load_params(info, jnp.float32, mesh)
-    planned = param_shapes(info, jnp.float32, mesh)
-    assert {n: (p.shape, p.sharding) for n, p in params.items()} == {
-        n: (p.shape, p.sharding) for n, p in planned.items()
-    }
+    shapes, params = shapes_of(spec), load_params(info, jnp.float32, mesh, quantization)
+    planned = param_shapes(info, jnp.float32, mesh, quantization)
+    facts = [jax.tree.map(lambda a: (a.shape, a.sharding), tree) for tree in (params, planned)]
+    assert facts[0] == facts[1]
     forward = programs.compile_forward(spec, tiny.SMALL, params, shapes.step)
     sample = programs.compile_sample(spec, tiny.NUM_ROWS, shapes.step)
     state = programs.empty_state(shapes.step)
@@ -132,6 +133,16 @@ def test_logits_and_tokens_are_those_of_one_device(name, num_devices, on_one_dev
     collectives = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?\(", hlo)
     # In the loop over layers after attention and after the MLP; of an embedding that is split.
     assert collectives == ["all-reduce"] * (3 if info.vocab_size % num_devices == 0 else 2)
+
+
+def test_int8_weights_are_shared_out_too(tmp_path):
+    """Scales are of whole rows, also where devices have parts of each row."""
+    info = write_checkpoint(tmp_path, num_kv_heads=4)
+    want_logits, want_tokens, _ = run_steps(info, make_mesh(DEVICES[:1]), "int8")
+    got_logits, got_tokens, _ = run_steps(info, make_mesh(DEVICES[:4]), "int8")
+    for got, want in zip(got_logits, want_logits, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2 * tiny.LOGITS_TOLERANCE)
+    assert got_tokens == want_tokens
 
 
 def test_each_device_has_its_share(tmp_path):

@@ -114,6 +114,16 @@ def test_fewer_tokens_than_rows_is_refused_with_a_number_that_works():
     resolve_for_device(apply_fix(config, caught.value), fake_device("cpu"))
 
 
+def test_int8_is_refused_where_it_would_be_written_anew():
+    config = replace(CONFIG, quantization="int8")
+    with pytest.raises(UserError) as caught:
+        resolve_for_device(config, fake_device("cuda"))
+    assert caught.value.problem.startswith(
+        "--quantization int8 is for CPUs: the compiler for a gpu"
+    )
+    assert caught.value.fix == "Leave --quantization out."
+
+
 def test_matmul_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplog):
     device, config = fake_device("cpu"), replace(CONFIG, dtype="bfloat16")
     with caplog.at_level(logging.INFO, sizing.__name__):
@@ -121,7 +131,13 @@ def test_matmul_by_name_is_used_or_refused_with_the_reason(monkeypatch, caplog):
     assert f"matmul = {IN_C}" in caplog.text
     for name in {IN_C, "xla"}:
         assert resolve_for_device(replace(config, matmul=name), device).worker.matmul == name
-    assert resolve_for_device(replace(CONFIG, dtype="float32"), device).worker.matmul == "xla"
+    in_float32 = replace(CONFIG, dtype="float32")
+    assert resolve_for_device(in_float32, device).worker.matmul == "xla"
+    in_int8 = replace(in_float32, quantization="int8")
+    assert resolve_for_device(in_int8, device).worker.matmul == IN_C
+    assert ("int8 are slower" in caplog.text) == (IN_C == "xla")
+    resolve_for_device(replace(in_int8, mesh="1x2"), device)
+    assert "int8 are slower" in caplog.text
     assert resolve_for_device(replace(config, mesh="1x2"), device).worker.matmul == "xla"
     with pytest.raises(UserError) as caught:
         resolve_for_device(replace(config, matmul="cpu"), fake_device("cuda"))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxserve.errors import UserError
 from jaxserve.worker import weights
 from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.weights import load_params, param_shapes
+from pallas_kernels.matmul import Int8Weights
 
 L, D, F, V, N, K, H = 2, 12, 10, 9, 4, 2, 3
 MESH = make_mesh(jax.local_devices()[:1])
@@ -29,13 +31,14 @@ class Checkpoint:
     info: ModelInfo
     tensors: dict[str, np.ndarray]
 
-    def load(self, dtype: str = "float32") -> dict[str, np.ndarray]:
+    def load(self, dtype: str = "float32", quantization: str = "none") -> dict[str, Any]:
         directory = Path(self.info.path)
         save_file(self.tensors, directory / "model.safetensors")
         tied = self.info.tie_word_embeddings
         (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-        params = load_params(self.info, jnp.dtype(dtype), MESH)
-        assert all(array.devices() == {MESH.devices.item()} for array in params.values())
+        params = load_params(self.info, jnp.dtype(dtype), MESH, quantization)
+        arrays = jax.tree.leaves(params)
+        assert all(array.devices() == {MESH.devices.item()} for array in arrays)
         return jax.tree.map(np.asarray, params)
 
 
@@ -104,18 +107,40 @@ def test_every_tensor_is_in_its_place(checkpoint):
     assert not left
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")]
+)
 @pytest.mark.parametrize(("tied", "bias"), [(False, True), (True, False)])
-def test_shapes_are_known_without_reading(checkpoint, dtype, tied, bias):
+def test_shapes_are_known_without_reading(checkpoint, dtype, quantization, tied, bias):
     checkpoint.info = replace(checkpoint.info, tie_word_embeddings=tied, attention_bias=bias)
     if not bias:
         checkpoint.tensors = {n: t for n, t in checkpoint.tensors.items() if "bias" not in n}
-    params = checkpoint.load(dtype)
-    shapes = param_shapes(checkpoint.info, jnp.dtype(dtype), MESH)
-    assert {n: (p.shape, p.dtype) for n, p in params.items()} == {
-        n: (s.shape, s.dtype) for n, s in shapes.items()
-    }
+    params = checkpoint.load(dtype, quantization)
+    shapes = param_shapes(checkpoint.info, jnp.dtype(dtype), MESH, quantization)
+    facts = [jax.tree.map(lambda a: (a.shape, a.dtype.name), tree) for tree in (params, shapes)]
+    assert facts[0] == facts[1]
     assert ("lm_head" in params, "layers.qkv_bias" in params) == (not tied, bias)
+
+
+def test_matrices_are_quantized_by_channel(checkpoint):
+    """Those that products are with; each value is within half a step of the largest / 127."""
+    checkpoint.tensors["lm_head.weight"][3] = 0
+    whole, quantized = checkpoint.load(), checkpoint.load(quantization="int8")
+    matrices = {"layers.qkv", "layers.attn_out", "layers.gate_up", "layers.down", "lm_head"}
+    assert {n for n, p in quantized.items() if isinstance(p, Int8Weights)} == matrices
+    for name, array in whole.items():
+        if name not in matrices:
+            np.testing.assert_array_equal(quantized[name], array, name)
+            continue
+        values, scales = quantized[name]
+        peaks = np.abs(array).max(axis=-1)
+        np.testing.assert_allclose(scales, peaks / 127, rtol=1e-6)
+        assert (np.abs(values.astype(int)).max(axis=-1) == np.where(peaks > 0, 127, 0)).all()
+        error = np.abs(values * scales[..., None].astype(np.float64) - array)
+        assert (error <= 0.5001 * scales[..., None]).all(), name
+    checkpoint.info = replace(checkpoint.info, tie_word_embeddings=True)
+    del checkpoint.tensors["lm_head.weight"]
+    assert isinstance(checkpoint.load(quantization="int8")["embed"], Int8Weights)
 
 
 def test_values_are_rounded_to_the_nearest_bfloat16(checkpoint):
