@@ -131,6 +131,7 @@ class RemoteHosts:
         with self._changed:
             while not self._changed.wait_for(lambda: not self._waiting_for, _POLL_MS / 1000):
                 check()
+            check()  # what a host was refused for goes before what came of it
             for host, theirs in self._configs.items():
                 if agreed_digest(theirs) != agreed_digest(config):
                     raise EngineDeadError(
