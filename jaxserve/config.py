@@ -61,7 +61,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "int8"],
         Meta(
             description="What weights are rounded to when they are loaded; int8: matrices to 8 "
-            "bits with a scale for each output channel, half the memory of bfloat16."
+            "bits with a scale for each output channel, about half the memory of bfloat16."
         ),
     ] = "none"
     max_model_len: Annotated[

@@ -26,13 +26,13 @@ def make_buckets(
     max_num_seqs: int,
     smallest: int = 16,
     *,
-    has_single: bool = False,
+    tiny: int = 0,
 ) -> tuple[Bucket, ...]:
     """Powers of two from `smallest` up to what holds max_num_batched_tokens, in rising order.
 
-    has_single: before them one for a single token.
+    tiny: token slots of one more bucket before them, if it is smaller; 0: none.
     """
-    buckets = [_bucket(1, 1)] if has_single and smallest > 1 else []
+    buckets = [_bucket(tiny, max_num_seqs)] if 0 < tiny < smallest else []
     num_tokens = smallest
     while True:
         buckets.append(_bucket(num_tokens, max_num_seqs))

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _CPU_CACHE_BYTES = 2 * _GIB  # a CPU's memory is not ours to fill
+# Token slots of a step by products in C, which take as long for 8 rows; what XLA does around them
+# does not. Not one: for arrays with such an axis XLA rounds in other places than for all others,
+# and an answer would depend on what runs beside it.
+TINY_BUCKET = 2
 _MIXED_TOKENS_BY_TILES = 112  # then p99 of gaps is below three medians at half load
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -113,8 +117,8 @@ def chip_of_device(device: jax.Device) -> Chip:
 
 
 def smallest_bucket(platform: str) -> int:
-    """Fewest token slots of a step, but for steps of one token by products in C. XLA's products of
-    one row of bfloat16 are slow on CPUs, of 8 fast."""
+    """Fewest token slots of a step, but for `TINY_BUCKET`. On CPUs XLA's products of one row of
+    bfloat16 are slow, of 8 fast."""
     return _DEFAULTS[platform].smallest_bucket
 
 

@@ -24,6 +24,7 @@ from pallas_kernels.matmul import Int8Weights
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 64
+_QUANTIZED_AT_ONCE = 1 << 20  # weights, in float32
 
 
 def param_shapes(
@@ -122,12 +123,16 @@ def _quantize(
     array: Float[np.ndarray, "*O I"],
 ) -> tuple[Int8[np.ndarray, "*O I"], Float32[np.ndarray, "*O"]]:
     """As values * scales: the largest of a channel becomes 127 or -127."""
-    array = array.astype(np.float32, copy=False)
-    peaks = np.maximum(array.max(axis=-1), -array.min(axis=-1))
-    scales = peaks / np.float32(127)
-    inverses = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
-    scaled = array * inverses[..., None]
-    return np.rint(scaled, out=scaled).astype(np.int8), scales
+    rows = array.reshape(-1, array.shape[-1])
+    values, scales = np.empty(rows.shape, np.int8), np.empty(len(rows), np.float32)
+    step = max(1, _QUANTIZED_AT_ONCE // rows.shape[1])
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].astype(np.float32)
+        of_part = scales[start : start + step]
+        np.divide(np.abs(part).max(axis=1), np.float32(127), out=of_part)
+        np.divide(part, of_part[:, None], out=part, where=of_part[:, None] > 0)
+        values[start : start + step] = np.rint(part, out=part)
+    return values.reshape(array.shape), scales.reshape(array.shape[:-1])
 
 
 def _read_param(

@@ -132,7 +132,7 @@ class Worker:
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
             sizing.smallest_bucket(chip.platform),
-            has_single=config.worker.matmul == "cpu",  # XLA's are slow with one token
+            tiny=sizing.TINY_BUCKET if config.worker.matmul == "cpu" else 0,
         )[::-1]  # the largest takes longest: it goes first
         spec = StepSpec(
             config.info,

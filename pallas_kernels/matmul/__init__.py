@@ -63,8 +63,8 @@ def matmul(
     """x @ weights[layer].T, summed up in float32; inputs of float32 are not rounded.
 
     Next to int8 weights bfloat16 may become integers of 16 bits with a scale a token; then they are
-    off by up to 2**-16 of the token's largest entry, and entries that are not finite make all
-    results of their token NaN.
+    off by up to half of 1 / 32,639 of the token's largest entry, tokens below 1e-34 are zeros, and
+    an entry that is not finite makes all results of its token NaN.
 
     num_tokens: live rows of x, the first ones; None: all. What comes of others is finite if they
       are, and unspecified.

@@ -17,6 +17,7 @@ from pallas_kernels import native
 from pallas_kernels.matmul.specs import Int8Weights, MatmulCall, Weights
 
 _FEW_TOKENS = 16  # of more, XLA's products are faster where the CPU multiplies bfloat16
+_MOST_INT8 = 1 << 17  # of whose products a sum fits in 32 bits
 _TARGET = "jaxserve_matmul"
 
 
@@ -28,6 +29,8 @@ def unsupported_reason(call: MatmulCall) -> str | None:
         return "does not cut arrays over devices"
     if call.weight_dtype not in (jnp.bfloat16, jnp.int8):
         return f"multiplies with weights of bfloat16 or int8, not {call.weight_dtype.name}"
+    if call.weight_dtype == jnp.int8 and call.shape[1] > _MOST_INT8:
+        return f"sums up {_MOST_INT8:,} products of int8 at most"
     if problem := native.problem(_TARGET):
         return problem
     if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16() and not has_tiles():

@@ -79,7 +79,7 @@ static float quantize_token(const bfloat16 *x, int64_t width, int64_t num_entrie
   float peak;
   memcpy(&peak, &peak_bits, sizeof peak);
   int is_finite = peak_bits < 0x7f800000;
-  float inverse = is_finite && peak > 1e-30f ? LARGEST / peak : 0;  // of less, it might overflow
+  float inverse = is_finite && peak > 1e-34f ? LARGEST / peak : 0;  // of less, it might overflow
   const __m512i half = _mm512_set1_epi32(128);
   for (int64_t i = 0; i < num_entries; i += TILE) {
     __m512 scaled = _mm512_mul_ps(load_entries(x + i, i < width ? width - i : 0),

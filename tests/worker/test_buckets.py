@@ -60,9 +60,10 @@ def test_a_table_of_buckets():
     )
     assert [b.num_tokens for b in make_buckets(64, 4, smallest=8)] == [8, 16, 32, 64]
     assert [b.num_tokens for b in make_buckets(8, 4, smallest=16)] == [16]
-    with_single = make_buckets(64, 4, smallest=8, has_single=True)
-    assert with_single == (Bucket(1, 1, 128), *make_buckets(64, 4, smallest=8))
-    assert make_buckets(4, 4, smallest=1, has_single=True) == make_buckets(4, 4, smallest=1)
+    with_tiny = make_buckets(64, 4, smallest=8, tiny=2)
+    assert with_tiny == (Bucket(2, 2, 128), *make_buckets(64, 4, smallest=8))
+    assert make_buckets(64, 1, smallest=8, tiny=2)[0] == Bucket(2, 1, 128)
+    assert make_buckets(4, 4, smallest=2, tiny=2) == make_buckets(4, 4, smallest=2)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(129, 1), (30, 25)])
