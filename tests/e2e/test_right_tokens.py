@@ -58,14 +58,16 @@ def make_forwards(
 
     def make(bucket: Bucket) -> Callable[[list[int]], np.ndarray]:
         forward = compile_forward(spec, bucket, params, shapes)
+        state = empty_state(shapes)
 
         def logits_of(prompt: list[int]) -> np.ndarray:
+            nonlocal state
             sampling = SamplingParams(max_tokens=1, temperature=0)
             admitted = AdmittedRow(1, prompt, len(prompt), 0, [1, 2, 3, 4], sampling)
             plan = SchedulerOutput(0, admitted=[admitted], num_tokens=[1, len(prompt)])
             buffer = np.empty(bucket.delta_len, np.int32)
             BatchMirror(4, max_blocks).apply(plan).fill(buffer, bucket, 4)
-            logits, _, _ = forward(params, empty_state(shapes), jnp.asarray(buffer))
+            logits, _, state = forward(params, state, jnp.asarray(buffer))
             return np.asarray(logits)[0]
 
         return logits_of
