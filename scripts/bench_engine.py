@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 """What the engine costs around the programs of a step: ratios, both sides measured in one run.
 
-    .venv/bin/python scripts/bench_engine.py [--rounds 3] [--concurrency 1,8,32] [serve flags...]
+    .venv/bin/python scripts/bench_engine.py [--rounds 3] [--runs 3] [--concurrency 1,8,32]
+        [serve flags...]
 
 Prints: start-up with an empty and a filled compilation cache; output tokens/s over HTTP beside the
 bare programs of a step in a loop at the same batch and context; async beside synchronous
-scheduling, by an engine core in the process of the bare programs, on the same worker.
-The machine is shared: HTTP / bare is of the medians over rounds, async / sync the median of each
-round's ratio.
+scheduling, by an engine core in the worker's process.
+
+All sides run in turn on the worker of one server, whose speed depends on where its memory happens
+to lie: by up to a tenth, for as long as it lives. Ratios are medians of those of each turn. Every
+round starts a new server.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import selectors
@@ -20,31 +24,52 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxserve.config import EngineConfig
-    from jaxserve.messages import EngineCoreRequest, EngineOutput
-    from jaxserve.worker.worker import Worker
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import numpy as np
+
+from jaxserve import checkpoint, cli
+from jaxserve.cli_flags import config_from_kwargs
+from jaxserve.config import EngineConfig, replace, resolve_for_model
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.executor.in_process import InProcessExecutor
+from jaxserve.messages import (
+    AdmittedRow,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineOutput,
+    SamplingParams,
+    SchedulerOutput,
+)
+from jaxserve.server import serve as serving
+from jaxserve.worker.batch_mirror import StepInput
+from jaxserve.worker.buckets import bucket_for
+from jaxserve.worker.worker import Worker
 
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 160
 MODEL = "smollm2-135m"
+SIDES = ("HTTP", "bare", "async", "sync")  # what is measured, in turn
+_SOCKET = "JAXSERVE_BENCH_SOCKET"  # of the environment: where a MeasuredWorker listens
 
 
 class Server:
     """A `jaxserve serve` on a free port; start_s is the time to /health 200."""
 
-    def __init__(self, flags: list[str]):
+    def __init__(self, flags: list[str], run: tuple[str, ...] = ("-m", "jaxserve")):
+        """run: what Python runs."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._num_calls = 0
         started_s = time.monotonic()
-        command = [sys.executable, "-m", "jaxserve", "serve", MODEL, "--port", str(self.port)]
+        command = [sys.executable, *run, "serve", MODEL, "--port", str(self.port)]
         self._process = subprocess.Popen([*command, "--log-level=error", *flags])
         while not self._is_healthy():
             if self._process.poll() is not None:
@@ -129,46 +154,18 @@ def _prompt(seed: int, row: int) -> list[int]:
     return [(seed * 7919 + row * 131 + j * 17) % 40000 + 100 for j in range(PROMPT_TOKENS)]
 
 
-def bare_main(flags: list[str]) -> None:
-    """The other sides, in a process of its own: answers each line on stdin with tokens/s.
-
-    "bare ROWS": the programs of a step in a loop. "async ROWS" and "sync ROWS": an engine core that
-    calls them. All on one worker, whose speed depends on where its memory happens to lie.
-    """
-    from jaxserve.config import replace
-    from jaxserve.worker.worker import Worker
-
-    worker = Worker(engine_config(flags, executor="in_process"))
-    config = worker.load()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        side, rows = line.split()
-        if side == "bare":
-            rate = _bare_rate(worker, config.cache.block_size, int(rows))
-        else:
-            is_async = side == "async"
-            rate = _core_rate(worker, replace(config, async_scheduling=is_async), int(rows))
-        print(rate, flush=True)
-
-
-def engine_config(flags: list[str], **fields: str) -> "EngineConfig":
+def engine_config(flags: list[str]) -> EngineConfig:
     """The demo model's, with flags such as --max-num-seqs=32; no more of it is resolved."""
-    from jaxserve import checkpoint
-    from jaxserve.cli_flags import config_from_kwargs
-    from jaxserve.config import resolve_for_model
-
     pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
     numbers = {k: int(v) if v.isdigit() else v for k, v in pairs.items()}
-    config = config_from_kwargs(model=MODEL, log_level="error", **numbers | fields)
+    config = config_from_kwargs(model=MODEL, log_level="error", **numbers)
     return resolve_for_model(config, checkpoint.load_model_info(checkpoint.resolve_model(MODEL)))
 
 
 def decoding_requests(
     rows: int, *, seed: int = 0, max_tokens: int = OUTPUT_TOKENS
-) -> "list[EngineCoreRequest]":
+) -> list[EngineCoreRequest]:
     """One a row, named by its number; those of a seed have prompts of their own."""
-    from jaxserve.messages import EngineCoreRequest, SamplingParams
-
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     return [
         EngineCoreRequest(
@@ -181,14 +178,68 @@ def decoding_requests(
     ]
 
 
-def _bare_rate(worker: "Worker", block_size: int, rows: int) -> float:
-    import jax
-    import numpy as np
+class MeasuredServer(Server):
+    """One whose worker runs the other sides, too, while no request does."""
 
-    from jaxserve.messages import AdmittedRow, SamplingParams, SchedulerOutput
-    from jaxserve.worker.batch_mirror import StepInput
-    from jaxserve.worker.buckets import bucket_for
+    def __init__(self, flags: list[str]):
+        self._directory = tempfile.TemporaryDirectory()
+        path = str(Path(self._directory.name) / "sides")
+        os.environ[_SOCKET] = path
+        super().__init__(flags, run=(__file__,))
+        self._sides = socket.socket(socket.AF_UNIX)
+        self._sides.connect(path)
 
+    def rate(self, side: str, rows: int) -> float:
+        """Output tokens/s of one of SIDES."""
+        if side == "HTTP":
+            return self.tokens_per_s(rows)
+        self._sides.sendall(f"{side} {rows}".encode())
+        return float(self._sides.recv(100))
+
+    def close(self) -> None:
+        self._sides.close()
+        super().close()
+        self._directory.cleanup()
+
+
+class MeasuredWorker(Worker):
+    """Answers "SIDE ROWS" with tokens/s, on a socket. "bare": the programs of a step in a loop;
+    "async" and "sync": an engine core that calls them."""
+
+    def load(self) -> EngineConfig:
+        config = super().load()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.environ[_SOCKET])
+        listener.listen()
+        threading.Thread(target=self._answer, args=(listener, config), daemon=True).start()
+        return config
+
+    def _answer(self, listener: socket.socket, config: EngineConfig) -> None:
+        client, _ = listener.accept()
+        while command := client.recv(100):
+            side, rows = command.decode().split()
+            with _empty_batch(self):
+                if side == "bare":
+                    rate = _bare_rate(self, config.cache.block_size, int(rows))
+                else:
+                    is_async = side == "async"
+                    rate = _core_rate(self, replace(config, async_scheduling=is_async), int(rows))
+            client.sendall(str(rate).encode())
+
+
+@contextlib.contextmanager
+def _empty_batch(worker: Worker) -> Iterator[None]:
+    """For a side. The server's engine core still has rows, which the next plan releases."""
+    assert worker._runner is not None
+    mirror = worker._runner._mirror
+    of_server = mirror._is_live.copy()
+    _release_rows(worker)
+    yield
+    _release_rows(worker)
+    mirror._is_live[:] = of_server
+
+
+def _bare_rate(worker: Worker, block_size: int, rows: int) -> float:
     runner = worker._runner
     assert runner is not None
     per_row = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // block_size)
@@ -226,20 +277,14 @@ def _bare_rate(worker: "Worker", block_size: int, rows: int) -> float:
         _, table = sample(logits, sampling_rows, state.table)
         runner._state = runner._state._replace(step=state._replace(table=table))
     jax.block_until_ready(runner._state.step.table)
-    rate = rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s)
-    _release_rows(worker)
-    return rate
+    return rows * (OUTPUT_TOKENS - 1) / (time.perf_counter() - started_s)
 
 
-def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
+def _core_rate(worker: Worker, config: EngineConfig, rows: int) -> float:
     """Output tokens/s while all rows decode, as `_stream_rate` counts them."""
-    from jaxserve.engine.core import EngineCore
-    from jaxserve.engine.executor.in_process import InProcessExecutor
-    from jaxserve.messages import EngineCoreOutputs
-
     stamps: dict[str, list[float]] = {str(row): [] for row in range(rows)}
 
-    def emit(client_idx: int, message: "EngineOutput") -> None:
+    def emit(client_idx: int, message: EngineOutput) -> None:
         del client_idx
         assert isinstance(message, EngineCoreOutputs)
         for output in message.outputs:
@@ -254,49 +299,14 @@ def _core_rate(worker: "Worker", config: "EngineConfig", rows: int) -> float:
     while core.has_work:
         core.step()
     core.shutdown()
-    _release_rows(worker)
     return rate_while_all(stamps.values())
 
 
-def _release_rows(worker: "Worker") -> None:
-    """Empties the batch for the next side: no plan to come knows of the rows still in it."""
-    from jaxserve.messages import SchedulerOutput
-
+def _release_rows(worker: Worker) -> None:
+    """No plan to come knows of the rows in the batch."""
     assert worker._runner is not None
     mirror = worker._runner._mirror
     mirror.apply(SchedulerOutput(0, released_rows=mirror._is_live.nonzero()[0].tolist()))
-
-
-class Bare:
-    """The process of the sides without HTTP.
-
-    script: runs it, when it is given --bare.
-    """
-
-    def __init__(self, flags: list[str], script: str = __file__):
-        self._process = subprocess.Popen(
-            [sys.executable, script, "--bare", *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "")},
-        )
-        assert self._readline() == "ready"
-
-    def _readline(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def tokens_per_s(self, rows: int, side: str = "bare") -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{side} {rows}\n")
-        self._process.stdin.flush()
-        return float(self._readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def bench_start(flags: list[str]) -> None:
@@ -310,51 +320,49 @@ def bench_start(flags: list[str]) -> None:
     print(f"start to /health: cold {cold_s:.1f} s, warm {warm_s:.1f} s: {warm_s / cold_s:.2f}")
 
 
-def bench_rates(concurrencies: list[int], rounds: int, flags: list[str]) -> None:
-    """Every round starts both processes anew, in turn: where a process's memory happens to lie
-    changes its speed by several percent for as long as it lives."""
-    sides = ("bare", "async", "sync", "HTTP")
-    rates = {(side, c): [] for side in sides for c in concurrencies}
+def bench_rates(concurrencies: list[int], rounds: int, runs: int, flags: list[str]) -> None:
+    rates = {(side, c): [] for side in SIDES for c in concurrencies}
     for round_idx in range(rounds):
-        for is_http in (True, False) if round_idx % 2 else (False, True):
-            with contextlib.closing(Server(flags) if is_http else Bare(flags)) as running:
-                for concurrency in concurrencies:
-                    running.tokens_per_s(concurrency)  # the first one is not counted
-                    if isinstance(running, Server):
-                        rates["HTTP", concurrency].append(running.tokens_per_s(concurrency))
-                        continue
-                    order = sides[:3] if round_idx % 2 else sides[2::-1]
+        with contextlib.closing(MeasuredServer(flags)) as running:
+            for concurrency in concurrencies:
+                for run_idx in range(runs + 1):
+                    order = SIDES if (round_idx + run_idx) % 2 else SIDES[::-1]
                     for side in order:
-                        rate = running.tokens_per_s(concurrency, side)
-                        rates[side, concurrency].append(rate)
-    print("tok/s: bare programs, engine core async and sync on one worker; through HTTP (async)")
-    print("concurrency     bare    async     sync     HTTP   HTTP/bare   async/sync")
+                        rate = running.rate(side, concurrency)
+                        if run_idx:  # the first one is not counted
+                            rates[side, concurrency].append(rate)
+    print("tok/s: through HTTP (async); bare programs, engine core async and sync")
+    print("concurrency     HTTP     bare    async     sync   HTTP/bare          async/sync")
     for concurrency in concurrencies:
-        bare, with_async, sync, http = (statistics.median(rates[s, concurrency]) for s in sides)
-        by_round = zip(rates["async", concurrency], rates["sync", concurrency], strict=True)
-        ratio = statistics.median(a / b for a, b in by_round)
-        print(
-            f"{concurrency:11} {bare:8.1f} {with_async:8.1f} {sync:8.1f} {http:8.1f} "
-            f"{http / bare:11.3f} {ratio:12.3f}"
-        )
+        http, bare, with_async, sync = (rates[side, concurrency] for side in SIDES)
+        medians = "".join(f"{statistics.median(s):9.1f}" for s in (http, bare, with_async, sync))
+        ratios = _ratios(http, bare), _ratios(with_async, sync)
+        print(f"{concurrency:11}{medians}   {'  '.join(ratios)}")
+
+
+def _ratios(ones: list[float], others: list[float]) -> str:
+    """The median of the ratios of each turn, and the middle half of them."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["serve"]:
+        measured = functools.partial(serving.serve, worker_class="bench_engine:MeasuredWorker")
+        serving.serve = measured
+        sys.exit(cli.main())
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3, help="of each side in a round")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--skip-start", action="store_true")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args()
     concurrencies = [int(c) for c in options.concurrency.split(",")]
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    if options.bare:
-        bare_main(flags)
-        return
     if not options.skip_start:
         bench_start(flags)
-    bench_rates(concurrencies, options.rounds, flags)
+    bench_rates(concurrencies, options.rounds, options.runs, flags)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,50 @@ Wanted: worker / in_process of 0.95 or more at a batch of 32.
 
 import argparse
 import contextlib
+import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench_engine import Bare, decoding_requests, engine_config, rate_while_all
+from bench_engine import decoding_requests, engine_config, rate_while_all
 
 from jaxserve.engine.in_proc_client import InProcClient
 
 OUTPUT_TOKENS = 40  # a row: fewer in a run, and more runs in turn
 EXECUTORS = ("in_process", "worker")
+
+
+class Engine:
+    """The process of one executor's engine."""
+
+    def __init__(self, flags: list[str]):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--engine", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "")},
+        )
+        assert self._readline() == "ready"
+
+    def _readline(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def tokens_per_s(self, rows: int, executor: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{executor} {rows}\n")
+        self._process.stdin.flush()
+        return float(self._readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def engine_main(flags: list[str]) -> None:
@@ -61,7 +92,7 @@ def bench_round(rows: int, num_runs: int, flags: list[str], *, is_odd: bool) -> 
     with contextlib.ExitStack() as stack:
         engines = {}
         for executor in order:
-            engine = Bare([*flags, f"--executor={executor}"], __file__)
+            engine = Engine([*flags, f"--executor={executor}"])
             engines[executor] = stack.enter_context(contextlib.closing(engine))
         for run_idx in range(num_runs + 1):
             for executor in order if run_idx % 2 else order[::-1]:
@@ -76,9 +107,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=2, help="of each engine in a round")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args()
-    if options.bare:
+    if options.engine:
         engine_main(flags)
         return
     ratios = []

@@ -70,6 +70,12 @@ def test_only_tokens_count_that_came_while_all_rows_decoded(load):
     assert bench.rate_while_all(stamps) == 4 / 2.0
 
 
+def test_sides_are_compared_with_those_of_their_turn(load):
+    bench = load("bench_engine")
+    of_turns = bench._ratios([9.0, 20.0, 33.0, 40.0, 60.0], [10.0, 20.0, 30.0, 50.0, 50.0])
+    assert of_turns == "1.000 [0.900, 1.100]"
+
+
 def test_requests_of_another_seed_share_no_prompt(load):
     bench = load("bench_engine")
     requests = [
