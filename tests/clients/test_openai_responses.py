@@ -1,6 +1,7 @@
 """The openai SDK's responses: create, stream, retrieve, cancel, conversations, tools, parse()."""
 
 import json
+import time
 
 import pytest
 
@@ -153,7 +154,11 @@ def test_cancel(client, server):
     )
     assert running.status in ("queued", "in_progress")
     server.wait_metric("num_requests_running", 1)
-    assert client.responses.retrieve(running.id).status == "in_progress"
+    started_s = time.monotonic()
+    while (status := client.responses.retrieve(running.id).status) == "queued":  # no token yet
+        assert time.monotonic() - started_s < 10
+        time.sleep(0.02)
+    assert status == "in_progress"
     assert client.responses.cancel(running.id).status == "cancelled"
     server.wait_metric("num_requests_running", 0, 5)
     assert client.responses.retrieve(running.id).status == "cancelled"
