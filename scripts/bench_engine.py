@@ -34,9 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import numpy as np
 
-from jaxserve import checkpoint, cli
-from jaxserve.cli_flags import config_from_kwargs
-from jaxserve.config import EngineConfig, replace, resolve_for_model
+from jaxserve import cli
+from jaxserve.config import EngineConfig, replace
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.executor.in_process import InProcessExecutor
 from jaxserve.messages import (
@@ -152,14 +151,6 @@ def rate_while_all(stamps: Collection[list[float]]) -> float:
 
 def _prompt(seed: int, row: int) -> list[int]:
     return [(seed * 7919 + row * 131 + j * 17) % 40000 + 100 for j in range(PROMPT_TOKENS)]
-
-
-def engine_config(flags: list[str]) -> EngineConfig:
-    """The demo model's, with flags such as --max-num-seqs=32; no more of it is resolved."""
-    pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
-    numbers = {k: int(v) if v.isdigit() else v for k, v in pairs.items()}
-    config = config_from_kwargs(model=MODEL, log_level="error", **numbers)
-    return resolve_for_model(config, checkpoint.load_model_info(checkpoint.resolve_model(MODEL)))
 
 
 def decoding_requests(

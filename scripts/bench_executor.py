@@ -22,8 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench_engine import decoding_requests, engine_config, rate_while_all
+from bench_engine import MODEL, decoding_requests, rate_while_all
 
+from jaxserve import checkpoint
+from jaxserve.cli_flags import config_from_kwargs
+from jaxserve.config import EngineConfig, resolve_for_model
 from jaxserve.engine.in_proc_client import InProcClient
 
 OUTPUT_TOKENS = 40  # a row: fewer in a run, and more runs in turn
@@ -57,6 +60,14 @@ class Engine:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def engine_config(flags: list[str]) -> EngineConfig:
+    """The demo model's, with flags such as --max-num-seqs=32; no more of it is resolved."""
+    pairs = dict(flag.removeprefix("--").replace("-", "_").split("=", 1) for flag in flags)
+    numbers = {k: int(v) if v.isdigit() else v for k, v in pairs.items()}
+    config = config_from_kwargs(model=MODEL, log_level="error", **numbers)
+    return resolve_for_model(config, checkpoint.load_model_info(checkpoint.resolve_model(MODEL)))
 
 
 def engine_main(flags: list[str]) -> None:
