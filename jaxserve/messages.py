@@ -232,7 +232,7 @@ class EngineDead(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
     fix: str | None = None
 
 
-# --- API server -> API server, into the same socket ----------------------------------------------
+# --- API server -> API server --------------------------------------------------------------------
 
 
 class ApiServerReady(msgspec.Struct, frozen=True, array_like=True, tag="api_ready"):
@@ -260,9 +260,9 @@ class MetricsReport(msgspec.Struct, frozen=True, array_like=True, tag="metrics")
     client_idx: int
 
 
-PeerMessage = ApiServerReady | StartServing | MetricsRequest | MetricsReport
 EngineOutput = EngineCoreOutputs | EngineReady | UtilityResult | EngineDead
-ApiServerInput = EngineOutput | PeerMessage
+PeerMessage = ApiServerReady | StartServing | MetricsRequest | MetricsReport
+PeerInput = PeerMessage | EngineDead
 
 
 # --- engine core -> worker -----------------------------------------------------------------------
@@ -428,7 +428,7 @@ class EngineCoreStart(msgspec.Struct, frozen=True, array_like=True):
     """What an engine core process is told first. config: an EngineConfig as msgpack.
 
     input_address: ZMQ address that the engine core binds.
-    output_addresses: one for each API server, in client_idx order; the engine core connects.
+    output_fds: sockets to the API servers, in client_idx order.
     socket_dir: removed by the engine core when its parent dies.
     worker_class: "module:Class" of the worker.
     coordinator_address: where the coordinator hears of each step; empty where there is none.
@@ -436,7 +436,7 @@ class EngineCoreStart(msgspec.Struct, frozen=True, array_like=True):
 
     config: bytes
     input_address: str
-    output_addresses: list[str]
+    output_fds: list[int]
     socket_dir: str
     worker_class: str
     coordinator_address: str = ""
@@ -459,15 +459,17 @@ class CoordinatorStart(msgspec.Struct, frozen=True, array_like=True):
 class ApiServerStart(msgspec.Struct, frozen=True, array_like=True):
     """What an API server is told first that is not the first process. config: as msgpack.
 
-    client_idx: its place in output_addresses, at which it listens to the others.
+    client_idx: its place in peer_addresses, at which it listens to the others.
     input_address: takes EngineInput.
+    output_fds: sockets from the engine cores, in order.
     listen_fd: the bound socket that all API servers accept from.
     """
 
     config: bytes
     client_idx: int
     input_address: str
-    output_addresses: list[str]
+    peer_addresses: list[str]
+    output_fds: list[int]
     listen_fd: int
 
 
@@ -505,7 +507,8 @@ class WorkerStart(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_engine_input = msgspec.msgpack.Decoder(EngineInput).decode
-decode_api_server_input = msgspec.msgpack.Decoder(ApiServerInput).decode
+decode_engine_output = msgspec.msgpack.Decoder(EngineOutput).decode
+decode_peer_input = msgspec.msgpack.Decoder(PeerInput).decode
 decode_worker_input = msgspec.msgpack.Decoder(WorkerInput).decode
 decode_worker_output = msgspec.msgpack.Decoder(WorkerOutput).decode
 decode_host_report = msgspec.msgpack.Decoder(HostReport).decode

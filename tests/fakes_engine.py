@@ -31,8 +31,8 @@ from jaxserve.messages import (
     TokenLogprobs,
     UtilityCall,
     UtilityResult,
-    decode_api_server_input,
     decode_engine_input,
+    decode_engine_output,
     encode,
 )
 from jaxserve.metrics import ServerMetrics
@@ -181,6 +181,7 @@ class FakeCoreClient:
         self._script = script
         self._step_s = step_s
         self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
         self._answers: list[EngineOutput] = []
         self._death: str | None = None
         self.running: dict[str, _Running] = {}
@@ -212,7 +213,16 @@ class FakeCoreClient:
                 self._answers.append(UtilityResult(call_id, error=f"no such method: {method}"))
         self._changed.set()
 
-    async def recv(self) -> EngineOutput:
+    def start_receiving(self, handle: Callable[[EngineOutput], None]) -> None:
+        async def run() -> None:
+            message = None
+            while not isinstance(message, EngineDead):
+                message = await self._next_message()
+                handle(message)
+
+        self._task = asyncio.create_task(run(), name="fake engine core")
+
+    async def _next_message(self) -> EngineOutput:
         while True:
             if self._death is not None:
                 return EngineDead(self._death)
@@ -220,7 +230,7 @@ class FakeCoreClient:
                 return self._answers.pop(0)
             if self.running and self.num_steps != self.max_steps:
                 await asyncio.sleep(self._step_s)
-                return decode_api_server_input(encode(self._step()))
+                return decode_engine_output(encode(self._step()))
             self._changed.clear()
             await self._changed.wait()
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -53,8 +53,9 @@ class CoreClient(Protocol):
         """
         ...
 
-    async def recv(self) -> EngineOutput:
-        """The next message; EngineDead when an engine core is gone, in whatever way."""
+    def start_receiving(self, handle: Callable[[EngineOutput], None]) -> None:
+        """From now on `handle`, which does not raise, gets every message at once; EngineDead when
+        an engine core is gone, in whatever way."""
         ...
 
 
@@ -94,11 +95,10 @@ class AsyncLLM:
         self._calls: dict[int, _Call] = {}
         self._closed_by: Exception | None = None
         self._died = asyncio.Event()
-        self._receiver: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to receive; the engine must be ready."""
-        self._receiver = asyncio.create_task(self._receive(), name="engine outputs")
+        self._client.start_receiving(self._receive)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -166,14 +166,13 @@ class AsyncLLM:
     def close(self, error: Exception | None = None) -> None:
         """Fails everything that runs and whatever comes with `error`; by default, a 503 that
         says that the server is shutting down. The engine itself is the caller's to end."""
-        if self._receiver is not None:
-            self._receiver.cancel()
         self._fail(error or shutting_down())
 
-    async def _receive(self) -> None:
+    def _receive(self, message: EngineOutput) -> None:
+        if self._closed_by is not None:
+            return
         try:
-            while True:
-                self._handle(await self._client.recv())
+            self._handle(message)
         except EngineDeadError as error:
             self._fail(error)
         except Exception as error:

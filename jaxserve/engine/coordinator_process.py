@@ -22,9 +22,9 @@ from jaxserve.messages import (
     EngineReady,
     Shutdown,
     UtilityCall,
-    decode_api_server_input,
     decode_coordinator_start,
     decode_engine_input,
+    decode_engine_output,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Coordinator:
         self._context.term()
 
     def _take_report(self, data: bytes) -> None:
-        message = decode_api_server_input(data)
+        message = decode_engine_output(data)
         if isinstance(message, EngineReady):
             config = decode_config(message.config)
             self._block_size = config.cache.block_size

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core_connection import CoreConnection
@@ -17,8 +18,8 @@ _TELL_TIMEOUT_S = 1.0
 class AsyncCoreClient:
     """Starts all processes of the engine and exchanges messages with them; for one event loop.
 
-    `start`, then `send` and `recv` (one task receives), then `shutdown`. However this process ends,
-    all others end too.
+    `start`, then `send` and `start_receiving`, then `shutdown`. However this process ends, all
+    others end too.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class AsyncCoreClient:
             self._connection = CoreConnection(
                 0,
                 self._processes.input_address,
-                self._processes.output_addresses,
-                self._config.parallel.data_parallel_size,
+                self._processes.peer_addresses,
+                self._processes.output_fds,
             )
             config = await self._connection.wait_ready()
             self._processes.remove_sockets()
@@ -88,9 +89,9 @@ class AsyncCoreClient:
         """See `CoreConnection.send`."""
         self.connection.send(message)
 
-    async def recv(self) -> EngineOutput:
-        """See `CoreConnection.recv`."""
-        return await self.connection.recv()
+    def start_receiving(self, handle: Callable[[EngineOutput], None]) -> None:
+        """See `CoreConnection.start_receiving`."""
+        self.connection.start_receiving(handle)
 
     async def shutdown(self) -> None:
         """Ends all processes, within 4 s; frees everything. May be called twice."""

@@ -1,7 +1,9 @@
-"""An API server's sockets: to the engine cores, or their coordinator, and to its peers."""
+"""An API server's sockets: to the engine cores, or their coordinator, from the engine cores, and to
+and from its peers."""
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +11,9 @@ from typing import Any
 import zmq
 
 from jaxserve.config import EngineConfig, decode_config
+from jaxserve.engine.framing import FrameReader
 from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.messages import (
-    ApiServerInput,
     ApiServerReady,
     EngineCoreOutputs,
     EngineDead,
@@ -23,49 +25,61 @@ from jaxserve.messages import (
     StartServing,
     UtilityCall,
     UtilityResult,
-    decode_api_server_input,
+    decode_engine_output,
+    decode_peer_input,
     encode,
 )
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_POLL_S = 0.002
 _PING_ID = 0  # not one of AsyncLLM's
 
 
 class CoreConnection:
-    """Exchanges messages, for one event loop and one receiving task.
+    """Exchanges messages, for one event loop, which receives them itself: no task waits for them.
 
-    `wait_ready`, then `send` and `recv`, then `close`. It watches no process: whoever does says so
-    with `announce`.
+    `wait_ready`, then `send` and `start_receiving`, then `close`. It watches no process: whoever
+    does says so with `announce`.
     """
 
     def __init__(
         self,
         client_idx: int,
         input_address: str,
-        output_addresses: Sequence[str],
-        num_engines: int,
+        peer_addresses: Sequence[str],
+        output_fds: Sequence[int],
     ):
-        """input_address: where EngineInput goes.  output_addresses: of all API servers; this one
-        binds its own."""
+        """input_address: where EngineInput goes.
+        peer_addresses: of all API servers; this one binds its own, if there are others.
+        output_fds: sockets from the engine cores, in order; closed by `close`.
+        """
         self.client_idx = client_idx
-        self.num_engines = num_engines
         self.on_peer_message: Callable[[PeerMessage], None] | None = None
+        self.dead: EngineDead | None = None
+        self._loop = asyncio.get_running_loop()
+        self._handle: Callable[[EngineOutput], None] | None = None
+        # What came before `start_receiving`: not looked at yet, and what nobody could use.
+        self._received: deque[EngineOutput | PeerMessage] = deque()
+        self._early: list[EngineOutput | PeerMessage] = []
+        self._arrival: asyncio.Future[None] | None = None  # what `_recv_start` waits for
+        self._is_ready = False
+        self._readers = [FrameReader(fd, decode_engine_output) for fd in output_fds]
+        for reader in self._readers:
+            self._loop.add_reader(reader.fd, self._read_outputs, reader)
         self._context = zmq.Context()
-        self._output = self._socket(zmq.PULL)
-        self._output.bind(output_addresses[client_idx])
         self._input = self._socket(zmq.PUSH)
         self._input.connect(input_address)
-        self._peers: dict[int, zmq.Socket] = {}
-        for peer_idx, address in enumerate(output_addresses):
+        self._peer_input: zmq.Socket[Any] | None = None
+        self._peers: dict[int, zmq.Socket[Any]] = {}
+        if len(peer_addresses) > 1:
+            self._peer_input = self._socket(zmq.PULL)
+            self._peer_input.bind(peer_addresses[client_idx])
+            self._loop.add_reader(self._peer_input.fileno(), self._read_peers)
+        for peer_idx, address in enumerate(peer_addresses):
             if peer_idx != client_idx:
                 self._peers[peer_idx] = self._socket(zmq.PUSH)
                 self._peers[peer_idx].connect(address)
-        self._received: deque[bytes] = deque()
-        self._early: deque[ApiServerInput] = deque()  # what came before anybody could use it
-        self._arrival: asyncio.Future[None] | None = None  # what `recv` waits for
-        self._is_ready = False
-        self.dead: EngineDead | None = None
-        asyncio.get_running_loop().add_reader(self._output.fileno(), self._take_messages)
 
     @property
     def peer_idxs(self) -> list[int]:
@@ -81,7 +95,7 @@ class CoreConnection:
         """
         configs: dict[int, EngineConfig] = {}
         others = set(self._peers) if self.client_idx == 0 else set()
-        while len(configs) < self.num_engines or others:
+        while len(configs) < len(self._readers) or others:
             message = await self._recv_start()
             if isinstance(message, EngineReady):
                 config = decode_config(message.config)
@@ -113,12 +127,12 @@ class CoreConnection:
         """Sends a message; never blocks.
 
         Raises:
-          EngineDeadError: `recv` has said so already, or `close` was called.
+          EngineDeadError: an engine core has said so, or `announce` or `close` was called.
         """
         assert self._is_ready, "not started"
         if self.dead is not None:
             raise EngineDeadError(self.dead.reason)
-        # Refused only when the other side is gone, which `recv` tells.
+        # Refused only when the other side is gone, which will be announced.
         with contextlib.suppress(zmq.Again):
             self._input.send(encode(message), zmq.NOBLOCK)
 
@@ -127,91 +141,131 @@ class CoreConnection:
         with contextlib.suppress(zmq.Again):  # it is gone, which the first process tells
             self._peers[peer_idx].send(encode(message), zmq.NOBLOCK)
 
-    async def recv(self) -> EngineOutput:
-        """The next message of an engine core. When one is dead, in whatever way, it is EngineDead,
-        and stays it. May be cancelled; nothing is lost.
+    def start_receiving(self, handle: Callable[[EngineOutput], None]) -> None:
+        """From now on `handle` gets every message of an engine core as it comes; what came before,
+        it gets now. EngineDead, when one is dead in whatever way, is the last.
         """
-        while True:
-            message = self._early.popleft() if self._early else await self._recv()
+        assert self._handle is None, "somebody receives already"
+        self._handle = handle
+        for message in (*self._early, *self._received):
             if not isinstance(message, PeerMessage):
-                return message
-            if self.on_peer_message is not None:
+                handle(message)
+            elif self.on_peer_message is not None:
                 self.on_peer_message(message)
+        self._early.clear()
+        self._received.clear()
 
     def announce(self, message: EngineDead) -> None:
-        """A process has died: tells the other API servers, and whoever calls `recv` here."""
+        """A process has died: tells the other API servers, and whoever receives here."""
         for socket in self._peers.values():
             with contextlib.suppress(zmq.Again):  # not connected yet, and about to be ended
                 socket.send(encode(message), zmq.NOBLOCK)
-        self._received.append(encode(message))
-        self._wake()
+        self._take_output(message)
 
     def close(self) -> None:
-        """Frees everything; from now on `recv` says that the engine is dead."""
+        """Frees everything; whoever receives hears that the engine is dead."""
         if self._context.closed:
             return
-        self.dead = self.dead or EngineDead(reason="the engine was shut down")
-        self._wake()
-        asyncio.get_running_loop().remove_reader(self._output.fileno())
-        for socket in (self._input, self._output, *self._peers.values()):
+        self._take_output(EngineDead(reason="the engine was shut down"))
+        for reader in self._readers:
+            self._loop.remove_reader(reader.fd)
+            reader.close()
+        if self._peer_input is not None:
+            self._loop.remove_reader(self._peer_input.fileno())
+            self._peer_input.close()
+        for socket in (self._input, *self._peers.values()):
             socket.close()
         self._context.term()
 
-    async def _recv(self) -> ApiServerInput:
+    def _read_outputs(self, reader: FrameReader[EngineOutput]) -> None:
+        """For a socket that is readable. It stays so while anything is left."""
+        try:
+            messages = reader.read()
+            if messages is None:  # whoever watches the process says why
+                self._loop.remove_reader(reader.fd)
+                return
+            for message in messages:
+                self._take_output(message)
+        except Exception as error:
+            self._loop.remove_reader(reader.fd)
+            self._fail(error)
+
+    def _read_peers(self) -> None:
+        """Takes all that has come. ZeroMQ wakes us for the first message after none was left."""
+        if self._peer_input is None:
+            return
+        try:
+            while True:
+                message = decode_peer_input(self._peer_input.recv(zmq.NOBLOCK))
+                if isinstance(message, EngineDead):
+                    self._take_output(message)
+                else:
+                    self._take_peer_message(message)
+        except zmq.Again:
+            return
+        except Exception as error:
+            self._fail(error)
+
+    def _take_output(self, message: EngineOutput) -> None:
         if self.dead is not None:
-            return self.dead
-        if not self._received:
-            self._arrival = asyncio.get_running_loop().create_future()
-            self._take_messages()  # what came before the first call has woken nobody
+            return
+        if isinstance(message, EngineDead):
+            self.dead = message
+        if self._handle is None:
+            self._keep(message)
+        else:
+            self._handle(message)
+
+    def _take_peer_message(self, message: PeerMessage) -> None:
+        if self._handle is None:
+            self._keep(message)
+        elif self.dead is None and self.on_peer_message is not None:
+            self.on_peer_message(message)
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("cannot process what was received", exc_info=error)
+        self._take_output(EngineDead(reason=f"the API server failed: {error!r}"))
+
+    def _keep(self, message: EngineOutput | PeerMessage) -> None:
+        self._received.append(message)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def _recv_start(self) -> EngineOutput | PeerMessage:
+        """The next message; a death is raised, and what is for later is kept."""
+        if not self._received and self.dead is None:
+            self._arrival = self._loop.create_future()
+            self._read_peers()  # what came before the first call has woken nobody
             try:
                 await self._arrival
             finally:
                 self._arrival = None
-        if self.dead is not None:
-            return self.dead
-        message = decode_api_server_input(self._received.popleft())
-        if isinstance(message, EngineDead):
-            self.dead = message
-        return message
-
-    async def _recv_start(self) -> ApiServerInput:
-        """As `_recv`, but a death is raised, and what is for later is kept."""
-        message = await self._recv()
-        if isinstance(message, EngineDead):
-            if message.fix is not None:
-                raise UserError(message.reason, fix=message.fix)
-            raise EngineDeadError(message.reason)
+        self._check_alive()
+        message = self._received.popleft()
         if isinstance(message, EngineCoreOutputs | MetricsRequest):
             self._early.append(message)
         return message
+
+    def _check_alive(self) -> None:
+        if self.dead is None:
+            return
+        if self.dead.fix is not None:
+            raise UserError(self.dead.reason, fix=self.dead.fix)
+        raise EngineDeadError(self.dead.reason)
 
     async def _ping(self) -> None:
         """Returns when a message has come through to every engine core, and back."""
         self.send(UtilityCall(_PING_ID, "ping"))
         num_answers = 0
-        while num_answers < self.num_engines:
+        while num_answers < len(self._readers):
             message = await self._recv_start()
             num_answers += isinstance(message, UtilityResult) and message.call_id == _PING_ID
 
     async def _wait_connected(self) -> None:
         for socket in (self._input, *self._peers.values()):
             while not socket.poll(0, zmq.POLLOUT):
-                self._take_messages()
-                if self._received:  # perhaps why it will never be
-                    await self._recv_start()
+                self._check_alive()  # perhaps why it will never be
                 await asyncio.sleep(_CONNECT_POLL_S)
-
-    def _take_messages(self) -> None:
-        """Takes all that has come. ZeroMQ wakes us for the first message after none was left."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._received.append(self._output.recv(zmq.NOBLOCK))
-        if self._received:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
 
     def _socket(self, kind: int) -> zmq.Socket[Any]:
         socket = self._context.socket(kind)

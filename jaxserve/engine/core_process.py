@@ -1,9 +1,10 @@
 """The engine core process: `python -m jaxserve.engine.core_process`, started by the client.
 
 Input thread: receive, decode, hash prompt blocks, have grammars compiled -> `EngineCore.inputs`.
-Main thread: `EngineCore.run`, and sending what it gives, through one socket an API server and one
-to the coordinator, where there is one. The last message of an engine core that fails is EngineDead;
-it then exits with code 1, or 2 when the operator's settings are at fault.
+Main thread: `EngineCore.run`, and sending what it gives, through one socket an API server
+(`framing.py`) and a ZeroMQ socket to the coordinator, where there is one. The last message of an
+engine core that fails is EngineDead; it then exits with code 1, or 2 when the operator's settings
+are at fault.
 """
 
 import gc
@@ -12,6 +13,8 @@ import os
 import shutil
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import zmq
 
@@ -20,6 +23,7 @@ from jaxserve.config import decode_config, encode_config
 from jaxserve.engine.core import EngineCore, ExecutorFailed, InputFailed
 from jaxserve.engine.executor import Executor, make_executor
 from jaxserve.engine.executor.in_process import describe_error
+from jaxserve.engine.framing import FrameWriter
 from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.grammars.pieces import STACK_BYTES
 from jaxserve.logs import setup_logging
@@ -36,7 +40,7 @@ from jaxserve.messages import (
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_TIMEOUT_MS = 1000
+_LAST_WORDS_TIMEOUT_S = 1.0
 
 
 class Outputs:
@@ -45,25 +49,35 @@ class Outputs:
     That is the loop's own: a thread more would take longer to wake up than messages take to send.
     """
 
-    def __init__(self, context: zmq.Context, addresses: list[str]):
-        self._sockets = [context.socket(zmq.PUSH) for _ in addresses]
-        for socket, address in zip(self._sockets, addresses, strict=True):
-            socket.set_hwm(0)
-            socket.connect(address)
+    def __init__(self, context: zmq.Context, fds: list[int], coordinator_address: str):
+        """fds: sockets to the API servers.
+        coordinator_address: of the client that comes after them; empty where there is none.
+        """
+        self._writers = [FrameWriter(fd) for fd in fds]
+        self._senders: list[Callable[[bytes], object]] = [writer.send for writer in self._writers]
+        self._coordinator: zmq.Socket | None = None
+        if coordinator_address:
+            coordinator = self._coordinator = context.socket(zmq.PUSH)
+            coordinator.set_hwm(0)
+            coordinator.connect(coordinator_address)
+            self._senders.append(coordinator.send)
 
     def send(self, client_idx: int, message: EngineOutput) -> None:
         """To one client; never blocks."""
-        self._sockets[client_idx].send(encode(message))
+        self._senders[client_idx](encode(message))
 
     def send_to_all(self, message: EngineOutput) -> None:
         """To every client."""
-        for client_idx in range(len(self._sockets)):
+        for client_idx in range(len(self._senders)):
             self.send(client_idx, message)
 
     def close(self) -> None:
-        """What ZeroMQ still has it sends for a while."""
-        for socket in self._sockets:
-            socket.close(linger=_LAST_WORDS_TIMEOUT_MS)
+        """Sends what is left, for a while."""
+        if self._coordinator is not None:  # ZeroMQ goes on by itself
+            self._coordinator.close(linger=round(1000 * _LAST_WORDS_TIMEOUT_S))
+        deadline_s = time.monotonic() + _LAST_WORDS_TIMEOUT_S
+        for writer in self._writers:
+            writer.close(deadline_s - time.monotonic())
 
 
 class InputThread:
@@ -115,8 +129,7 @@ class InputThread:
 def run_engine_core(start: EngineCoreStart) -> int:
     """Runs an engine core from start to end; returns the process' exit code."""
     context = zmq.Context()
-    coordinator = [start.coordinator_address] if start.coordinator_address else []
-    outputs = Outputs(context, [*start.output_addresses, *coordinator])
+    outputs = Outputs(context, start.output_fds, start.coordinator_address)
     executor = input_thread = core = None
     try:
         executor = make_executor(decode_config(start.config), start.worker_class)
@@ -125,8 +138,8 @@ def run_engine_core(start: EngineCoreStart) -> int:
             config,
             executor,
             outputs.send,
-            num_clients=len(start.output_addresses),
-            reports_steps=bool(coordinator),
+            num_clients=len(start.output_fds),
+            reports_steps=bool(start.coordinator_address),
         )
         input_thread = InputThread(context, start.input_address, core, executor)
         outputs.send_to_all(EngineReady(config=encode_config(config)))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shutil
+import socket
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -26,11 +27,13 @@ _MAX_SOCKET_DIR_LEN = 85
 class EngineProcesses:
     """Starts them at once, and says so when one has died.
 
-    For one event loop. The sockets have names only until `remove_sockets`, which is called when all
-    are connected, else by `end`, else when the interpreter exits.
+    For one event loop. ZeroMQ's sockets have names only until `remove_sockets`, which is called
+    when all are connected, else by `end`, else when the interpreter exits.
 
     cores: the engine cores, in order.
-    input_address: where EngineInput goes.  output_addresses: of the API servers.
+    input_address: where EngineInput goes.
+    output_fds: the caller's sockets from the engine cores, in order, which it closes.
+    peer_addresses: where API servers take what others send them.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class EngineProcesses:
         self.remove_sockets = weakref.finalize(self, shutil.rmtree, self._dir, ignore_errors=True)
         num_cores = config.parallel.data_parallel_size
         num_api_servers = 1 if listen_fd is None else config.server.api_server_count
-        self.output_addresses = self._addresses("output", num_api_servers)
+        self.peer_addresses = self._addresses("api", num_api_servers)
+        # Of each engine core, one pair an API server.
+        pairs = [[socket.socketpair() for _ in range(num_api_servers)] for _ in range(num_cores)]
         core_addresses = self._addresses("input", num_cores)
         stats_address = ""
         if num_cores == 1:
@@ -61,14 +66,20 @@ class EngineProcesses:
             self.input_address, stats_address = self._addresses("coordinator", 2)
             self._coordinators = [self._spawn_coordinator(stats_address, core_addresses)]
         self.cores = [
-            self._spawn_core(idx, address, stats_address, worker_class)
+            self._spawn_core(
+                idx, address, [end.fileno() for end, _ in pairs[idx]], stats_address, worker_class
+            )
             for idx, address in enumerate(core_addresses)
         ]
         self._api_servers: list[Child] = []
         if listen_fd is not None:
             self._api_servers = [
-                self._spawn_api_server(idx, listen_fd) for idx in range(1, num_api_servers)
+                self._spawn_api_server(idx, [row[idx][1].fileno() for row in pairs], listen_fd)
+                for idx in range(1, num_api_servers)
             ]
+        self.output_fds = [row[0][1].detach() for row in pairs]
+        for end in (end for row in pairs for pair in row for end in pair):
+            end.close()
         self._loop = asyncio.get_running_loop()
         self._exits = {child: self._loop.create_future() for child in self._all}
         self._on_death = on_death
@@ -114,18 +125,27 @@ class EngineProcesses:
     def _addresses(self, name: str, count: int) -> list[str]:
         return [f"ipc://{self._dir}/{name}-{idx}" for idx in range(count)]
 
-    def _spawn_core(self, idx: int, address: str, stats_address: str, worker_class: str) -> Child:
+    def _spawn_core(
+        self,
+        idx: int,
+        address: str,
+        output_fds: list[int],
+        stats_address: str,
+        worker_class: str,
+    ) -> Child:
         config = replace(self._config, data_parallel_rank=idx)
         start = EngineCoreStart(
             config=encode_config(config),
             input_address=address,
-            output_addresses=self.output_addresses,
+            output_fds=output_fds,
             socket_dir=self._dir,
             worker_class=worker_class,
             coordinator_address=stats_address,
         )
         name = f"engine core{config.parallel.suffix}"
-        return processes.spawn("jaxserve.engine.core_process", name, encode(start))
+        return processes.spawn(
+            "jaxserve.engine.core_process", name, encode(start), inherited_fds=output_fds
+        )
 
     def _spawn_coordinator(self, stats_address: str, core_addresses: list[str]) -> Child:
         start = CoordinatorStart(
@@ -136,19 +156,20 @@ class EngineProcesses:
         )
         return processes.spawn("jaxserve.engine.coordinator_process", "coordinator", encode(start))
 
-    def _spawn_api_server(self, idx: int, listen_fd: int) -> Child:
+    def _spawn_api_server(self, idx: int, output_fds: list[int], listen_fd: int) -> Child:
         start = ApiServerStart(
             config=encode_config(self._config),
             client_idx=idx,
             input_address=self.input_address,
-            output_addresses=self.output_addresses,
+            peer_addresses=self.peer_addresses,
+            output_fds=output_fds,
             listen_fd=listen_fd,
         )
         return processes.spawn(
             "jaxserve.server.api_process",
             f"API server {idx}",
             encode(start),
-            inherited_fds=[listen_fd],
+            inherited_fds=[*output_fds, listen_fd],
         )
 
     def _on_exit(self, child: Child) -> None:

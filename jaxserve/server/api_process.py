@@ -42,8 +42,8 @@ async def _serve(start: ApiServerStart, life_fd: int) -> None:
     connection = CoreConnection(
         start.client_idx,
         start.input_address,
-        start.output_addresses,
-        config.parallel.data_parallel_size,
+        start.peer_addresses,
+        start.output_fds,
     )
     starting = asyncio.create_task(_start(config, connection))
     stopping = asyncio.create_task(stop.wait())

@@ -1,7 +1,7 @@
 """Streams, merging, aborts, utility calls, and the engine's death."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -177,9 +177,10 @@ def test_closing_is_a_503_and_not_death() -> None:
 
 def test_a_failure_of_our_own_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
     class BrokenClient(FakeCoreClient):
-        async def recv(self) -> EngineOutput:
+        def start_receiving(self, handle: Callable[[EngineOutput], None]) -> None:
             output = EngineCoreOutput("1", ["not a token"])  # pyright: ignore[reportArgumentType]
-            return self._outputs([output])
+            for _ in range(2):
+                asyncio.get_running_loop().call_soon(handle, self._outputs([output]))
 
     async def test() -> None:
         context = make_context(BrokenClient(says("x")), make_config())
@@ -190,7 +191,8 @@ def test_a_failure_of_our_own_is_not_silent(caplog: pytest.LogCaptureFixture) ->
         context.renderer.close()
 
     run(test())
-    assert "cannot process the engine's output" in caplog.text
+    assert caplog.text.count("cannot process the engine's output") == 1  # it ends with the first
+    assert "Traceback" in caplog.text
 
 
 def test_utility_calls() -> None:

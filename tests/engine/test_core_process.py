@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jaxserve.engine.core_client import AsyncCoreClient
 from jaxserve.errors import EngineDeadError, UserError
 from jaxserve.grammars import grammar_from_regex
 from jaxserve.messages import (
@@ -27,6 +26,7 @@ from jaxserve.messages import (
     UtilityCall,
     UtilityResult,
 )
+from tests.engine.client_process import ReceivingClient
 from tests.fakes import fake_config, fake_output, fake_request
 from tests.fakes_engine import byte_level_tokenizer
 
@@ -72,8 +72,8 @@ def cpu_s(pid: int) -> float:
 
 
 @asynccontextmanager
-async def started(worker: str = "FakeWorker", **config: object) -> AsyncIterator[AsyncCoreClient]:
-    client = AsyncCoreClient(fake_config(**config), worker_class=f"tests.fakes:{worker}")
+async def started(worker: str = "FakeWorker", **config: object) -> AsyncIterator[ReceivingClient]:
+    client = ReceivingClient(fake_config(**config), worker_class=f"tests.fakes:{worker}")
     await client.start()
     try:
         yield client
@@ -95,13 +95,13 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     assert problems == []
 
 
-async def next_of[T: EngineOutput](client: AsyncCoreClient, kind: type[T]) -> T:
+async def next_of[T: EngineOutput](client: ReceivingClient, kind: type[T]) -> T:
     while not isinstance(message := await client.recv(), kind):
         assert not isinstance(message, EngineDead), message
     return message
 
 
-async def tokens_of(client: AsyncCoreClient, request_id: str, num_tokens: int) -> list[int]:
+async def tokens_of(client: ReceivingClient, request_id: str, num_tokens: int) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         for output in (await next_of(client, EngineCoreOutputs)).outputs:
@@ -166,19 +166,23 @@ def test_outputs_keep_to_grammars(tmp_path_factory: pytest.TempPathFactory) -> N
     run(test)
 
 
-def test_receiving_may_be_cancelled() -> None:
+def test_what_comes_before_somebody_receives_is_not_lost() -> None:
     async def test() -> None:
-        async with started("SlowWorker") as client:
+        async with started() as client:
             client.send(fake_request("a", [1], max_tokens=10))
+            client.send(UtilityCall(1, "ping"))
+            client.send(UtilityCall(2, "ping"))
+            await asyncio.sleep(0.3)
             tokens: list[int] = []
-            while len(tokens) < 10:
-                try:
-                    message = await asyncio.wait_for(client.recv(), 0.003)
-                except TimeoutError:
-                    continue
-                assert isinstance(message, EngineCoreOutputs)
-                tokens += [token for output in message.outputs for token in output.new_token_ids]
+            call_ids: list[int] = []
+            while len(tokens) < 10 or len(call_ids) < 2:
+                message = await client.recv()
+                if isinstance(message, EngineCoreOutputs):
+                    tokens += [i for output in message.outputs for i in output.new_token_ids]
+                elif isinstance(message, UtilityResult):
+                    call_ids.append(message.call_id)
             assert tokens == fake_output([1], 10)
+            assert call_ids == [1, 2]
 
     run(test)
 
@@ -199,7 +203,9 @@ def test_shutdown_is_quick_and_complete_with_requests_running(
             await client.shutdown()
             assert time.monotonic() - started_s < SHUTDOWN_WAIT_S
             wait_until_dead(*pids, within_s=0.0)
-            assert await client.recv() == EngineDead(reason="the engine was shut down")
+            while not isinstance(message := await client.recv(), EngineDead):
+                pass
+            assert message == EngineDead(reason="the engine was shut down")
             with pytest.raises(EngineDeadError, match="the engine was shut down"):
                 client.send(AbortRequests(["a"]))
 
@@ -222,7 +228,7 @@ def test_shutdown_does_not_wait_for_a_step_that_hangs() -> None:
 
 def test_starting_may_be_cancelled() -> None:
     async def test() -> None:
-        client = AsyncCoreClient(fake_config(), worker_class="tests.fakes:StuckLoadWorker")
+        client = ReceivingClient(fake_config(), worker_class="tests.fakes:StuckLoadWorker")
         starting = asyncio.create_task(client.start())
         await asyncio.sleep(0)
         while not children_of(client.pids[0]):
@@ -248,7 +254,9 @@ def test_a_killed_worker_fails_the_engine(is_busy: bool) -> None:
             while not isinstance(message := await client.recv(), EngineDead):
                 pass
             assert message.reason == "worker 0 was killed by signal 9 (SIGKILL)"
-            assert await client.recv() == message
+            assert client.connection.dead == message
+            with pytest.raises(EngineDeadError, match="worker 0 was killed"):
+                client.send(AbortRequests(["a"]))
             while client.exit_codes[0] is None:
                 await asyncio.sleep(0.01)
             assert client.exit_codes[0] == 1
@@ -303,7 +311,7 @@ def most_cpu_s(pids: list[int], *, over_s: float) -> float:
 
 def test_what_the_operator_did_wrong_reaches_the_client() -> None:
     async def test() -> None:
-        client = AsyncCoreClient(fake_config(), worker_class="tests.fakes:UnservableWorker")
+        client = ReceivingClient(fake_config(), worker_class="tests.fakes:UnservableWorker")
         with pytest.raises(UserError) as error:
             await client.start()
         assert error.value.problem == "--num-kv-blocks 512 does not fit."
