@@ -10,7 +10,7 @@
 #include "tiles.h"
 
 enum {
-  NUM_SCRATCHES = 2,
+  NUM_SCRATCHES = 3,
   MAX_HELPERS = 31,
   SPIN_NS = 20000,  // about what a run takes
 };

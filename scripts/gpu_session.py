@@ -409,6 +409,7 @@ def matmuls(smoke: bool) -> None:
     import jax.numpy as jnp
 
     from jaxserve.models import llama
+    from pallas_kernels.ragged_paged_attention.rope import unpack_and_rotate
 
     info = _model(smoke, num_layers=8)
     params = _random_params(
@@ -419,8 +420,8 @@ def matmuls(smoke: bool) -> None:
     )
     num_bytes = sum(x.nbytes for name, x in params.items() if name != "embed")
 
-    def attend(q: Any, k: Any, v: Any, kv_cache: Any, layer: Any) -> Any:
-        del layer
+    def attend(qkv: Any, tables: Any, kv_cache: Any, layer: Any) -> Any:
+        q, k, v = unpack_and_rotate(qkv, tables)
         return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), kv_cache
 
     no_cache: Any = ()

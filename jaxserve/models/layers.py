@@ -10,14 +10,8 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
-from pallas_kernels.matmul import Int8Weights, Weights, xla
-
-
-def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
-    """Root mean square norm (Zhang and Sennrich, 2019), computed in float32, in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights, Weights, xla
+from pallas_kernels.ragged_paged_attention import RopeTables
 
 
 @runtime_checkable
@@ -26,33 +20,38 @@ class Matmul(Protocol):
 
     def __call__(
         self,
-        x: Float[Array, "T I"],
+        x: Float[Array, "T *I"],
         weights: Weights,
         layer: int | Int32[Array, ""],
         *,
+        ends: Ends = NO_ENDS,
         out_dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> Float[Array, "T O"]: ...
 
 
 def matmul_by_xla(
-    x: Float[Array, "T I"],
+    x: Float[Array, "T *I"],
     weights: Weights,
     layer: int | Int32[Array, ""],
     *,
+    ends: Ends = NO_ENDS,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, "T O"]:
     """See `Matmul`."""
-    return xla.matmul(x, weights, layer, x.shape[0], out_dtype)
+    return xla.matmul(x, weights, layer, x.shape[0], out_dtype, ends)
 
 
 def linear(
-    x: Float[Array, "T I"],
+    x: Float[Array, "T *I"],
     weights: Float[Array, "L *O I"] | Int8Weights,
     layer: int | Int32[Array, ""],
+    ends: Ends = NO_ENDS,
     matmul: Matmul = matmul_by_xla,
 ) -> Float[Array, "T *O"]:
     """x times a layer's weight [*O, I], which is stored as published, output axes first;
     accumulates in float32. The weights of all layers are one argument, as a slice might be a copy.
+
+    ends: what is done to x first, and to the result last.
     """
     shape = (weights.values if isinstance(weights, Int8Weights) else weights).shape
     matrices = (shape[0], -1, shape[-1])  # as they lie
@@ -61,7 +60,7 @@ def linear(
         weights = Int8Weights(values.reshape(matrices), scales.reshape(matrices[:2]))
     else:
         weights = weights.reshape(matrices)
-    product = matmul(x, weights, layer, out_dtype=x.dtype)
+    product = matmul(x, weights, layer, ends=ends, out_dtype=x.dtype)
     return product.reshape(x.shape[0], *shape[1:-1])
 
 
@@ -109,17 +108,7 @@ def rope_frequencies(info: ModelInfo) -> Float32[np.ndarray, " h"]:
 
 def rope_tables(
     positions: Int32[Array, " T"], frequencies: Float32[np.ndarray, " h"]
-) -> tuple[Float32[Array, "T 1 h"], Float32[Array, "T 1 h"]]:
-    """Cosine and sine of each position's angles, with an axis for heads."""
+) -> RopeTables:
+    """Cosine and sine of each position's angles."""
     angles = positions[:, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-
-
-def apply_rope(
-    x: Float[Array, "T N H"], tables: tuple[Float32[Array, "T 1 h"], Float32[Array, "T 1 h"]]
-) -> Float[Array, "T N H"]:
-    """Rotary embedding (Su et al., 2021); pairs are (i, i + H/2), as in Hugging Face weights."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    return RopeTables(jnp.cos(angles), jnp.sin(angles))

@@ -11,21 +11,19 @@ from jaxtyping import Float, Float32, Int32
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import (
     Matmul,
-    apply_rope,
     linear,
     look_up,
     matmul_by_xla,
-    rms_norm,
     rope_frequencies,
     rope_tables,
 )
 from jaxserve.models.partition import pad_to, partition, place_heads
 from jaxserve.models.registry import Attend, Linear, Params, ParamSpec
-from pallas_kernels.matmul import Int8Weights
+from pallas_kernels.matmul import Ends, Int8Weights, of_layer, rms_norm
 from pallas_kernels.ragged_paged_attention import KVCache
 
 _LAYER = "model.layers.{i}."
-_LARGE = ("qkv", "attn_out", "gate_up", "down")
+_QUANTIZED = ("qkv", "attn_out", "gate_up", "down")
 
 
 def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
@@ -105,7 +103,7 @@ def param_specs(info: ModelInfo, num_parts: int = 1) -> dict[str, ParamSpec]:
         specs["lm_head"] = ParamSpec(
             (info.vocab_size, embed), ("vocab", "embed"), ("lm_head.weight",)
         )
-    quantized = {_head(info), *("layers." + name for name in _LARGE)}
+    quantized = {_head(info), *("layers." + name for name in _QUANTIZED)}
     return {n: dataclasses.replace(s, is_quantized=n in quantized) for n, s in specs.items()}
 
 
@@ -119,7 +117,7 @@ def forward(
     linear: Linear = linear,
     sum_linear: Linear = linear,
 ) -> tuple[Float[Array, "T D"], KVCache]:
-    """See `registry.Model.forward`. One loop over the layers; large weights stay in a stack."""
+    """See `registry.Model.forward`. One loop over the layers, whose weights stay in a stack."""
     tables = rope_tables(positions, rope_frequencies(info))
     num_tokens = token_ids.shape[0]
 
@@ -127,35 +125,24 @@ def forward(
         carry: tuple[Int32[Array, ""], Float[Array, "T D"], KVCache],
     ) -> tuple[Int32[Array, ""], Float[Array, "T D"], KVCache]:
         layer_idx, x, kv_cache = carry
-        weights = {
-            name: jax.lax.dynamic_index_in_dim(
-                array, layer_idx, keepdims=False, allow_negative_indices=False
-            )
-            for name, array in stacked.items()
-            if name not in _LARGE
-        }
-        h = rms_norm(x, weights["attn_norm"], info.rms_norm_eps)
-        qkv = linear(h, stacked["qkv"], layer_idx)
-        if "qkv_bias" in weights:
-            qkv = qkv + weights["qkv_bias"]
-        q = qkv[:, :, :-2].reshape(num_tokens, -1, info.head_dim)
-        q, k = apply_rope(q, tables), apply_rope(qkv[:, :, -2], tables)
-        attended, kv_cache = attend(q, k, qkv[:, :, -1], kv_cache, layer_idx)
-        attended = sum_linear(attended.reshape(num_tokens, -1), stacked["attn_out"], layer_idx)
-        if "attn_out_bias" in weights:
-            attended = attended + weights["attn_out_bias"]
-        x = x + attended
-        h = rms_norm(x, weights["mlp_norm"], info.rms_norm_eps)
-        gate_up = linear(h, stacked["gate_up"], layer_idx)
-        # In float32: CPUs have no other arithmetic, and would round after each operation. Cut
-        # before, as TPUs would write the product in float32.
-        gate, up = gate_up[:, :, 0].astype(jnp.float32), gate_up[:, :, 1].astype(jnp.float32)
-        activated = (jax.nn.silu(gate) * up).astype(x.dtype)
-        x = x + sum_linear(activated.reshape(num_tokens, -1), stacked["down"], layer_idx)
+        qkv = linear(x, stacked["qkv"], layer_idx, norm("attn_norm"))
+        if "qkv_bias" in small:
+            qkv = qkv + of_layer(small["qkv_bias"], layer_idx)
+        attended, kv_cache = attend(qkv, tables, kv_cache, layer_idx)
+        if "attn_out_bias" in small:
+            x = x + of_layer(small["attn_out_bias"], layer_idx)
+        attended = attended.reshape(num_tokens, -1)
+        x = sum_linear(attended, stacked["attn_out"], layer_idx, Ends(residual=x))
+        gate_up = linear(x, stacked["gate_up"], layer_idx, norm("mlp_norm"))
+        x = sum_linear(gate_up, stacked["down"], layer_idx, Ends(is_gated=True, residual=x))
         return layer_idx + 1, x, kv_cache
+
+    def norm(name: str) -> Ends:
+        return Ends(norm=small[name], eps=info.rms_norm_eps)
 
     prefix = "layers."
     stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+    small = {n: p for n, p in stacked.items() if not isinstance(p, Int8Weights)}
     final_norm = params["final_norm"]
     assert not isinstance(final_norm, Int8Weights)
     embedded = look_up(params["embed"], token_ids, final_norm.dtype)

@@ -9,24 +9,27 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import Matmul, linear, matmul_by_xla
-from pallas_kernels.matmul import Int8Weights
-from pallas_kernels.ragged_paged_attention import KVCache
+from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights
+from pallas_kernels.ragged_paged_attention import KVCache, RopeTables
 
 type Params = Mapping[str, Array | Int8Weights]
 type Attend = Callable[
-    [
-        Float[Array, "T N H"],
-        Float[Array, "T K H"],
-        Float[Array, "T K H"],
-        KVCache,
-        Int32[Array, ""],
-    ],
+    [Float[Array, "T K C H"], RopeTables, KVCache, Int32[Array, ""]],
     tuple[Float[Array, "T N H"], KVCache],
 ]
-type Linear = Callable[
-    [Float[Array, "T I"], Float[Array, "L *O I"] | Int8Weights, Int32[Array, ""]],
-    Float[Array, "T *O"],
-]
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """`layers.linear`, or what does the same on a mesh."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T *I"],
+        weights: Float[Array, "L *O I"] | Int8Weights,
+        layer: Int32[Array, ""],
+        ends: Ends = NO_ENDS,
+    ) -> Float[Array, "T *O"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Model(Protocol):
     ) -> tuple[Float[Array, "T D"], KVCache]:
         """Hidden states after the last norm; padding tokens may hold any valid id.
 
+        attend: `ragged_paged_attention.attend_packed`, of a KV head's G queries, key and value.
         linear: `layers.linear`, for all but the next.
         sum_linear: for weights whose last axis a mesh may split; sums over devices.
         """

@@ -38,13 +38,14 @@ from jaxserve.worker.row_options import (
 from jaxserve.worker.sampler import sample, sample_with_options
 from jaxserve.worker.sharding import keep_whole, kv_cache_spec, num_parts
 from pallas_kernels.chips import Chip
-from pallas_kernels.matmul import Int8Weights, matmul
+from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights, matmul
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCache,
     KVCacheLayout,
+    RopeTables,
+    attend_packed,
     plan_attention,
-    ragged_paged_attention,
 )
 
 
@@ -105,13 +106,12 @@ def forward(
     )
 
     def attend(
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        qkv: Float[Array, "T K C H"],
+        tables: RopeTables,
         kv_cache: KVCache,
         layer: Int32[Array, ""],
     ) -> tuple[Float[Array, "T N H"], KVCache]:
-        return attention(q, k, v, kv_cache, layer, *where, plan)
+        return attention(qkv, tables, kv_cache, layer, *where, plan)
 
     attention = _attention_on_mesh(spec)
     model = model_for(spec.info)
@@ -137,11 +137,11 @@ def _attention_call(spec: StepSpec) -> AttentionCall:
 def _attention_on_mesh(
     spec: StepSpec,
 ) -> Callable[..., tuple[Float[Array, "T N H"], KVCache]]:
-    """`ragged_paged_attention` of all heads, its plan last; each device computes those it has."""
+    """`attend_packed` of all heads, its plan last; each device computes those it has."""
 
     def attention(*args: Any) -> tuple[Float[Array, "T N H"], KVCache]:
         *arrays, plan = args
-        return ragged_paged_attention(
+        return attend_packed(
             *arrays,
             layout=spec.layout,
             chip=spec.chip,
@@ -157,7 +157,7 @@ def _attention_on_mesh(
     return jax.shard_map(
         attention,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, kv_cache, *[whole] * 6),
+        in_specs=(heads, whole, kv_cache, *[whole] * 6),
         out_specs=(heads, kv_cache),
         check_vma=False,  # kernels do not say how their results vary over the mesh
     )
@@ -183,20 +183,24 @@ def _linears(spec: StepSpec, matmul: Matmul) -> tuple[Linear, Linear]:
     part, whole = PartitionSpec(None, "model"), PartitionSpec()
 
     def summed(
-        x: Float[Array, "T I"],
+        x: Float[Array, "T *I"],
         weights: Float[Array, "L O I"] | Int8Weights,
         layer: Int32[Array, ""],
+        ends: Ends = NO_ENDS,
     ) -> Float[Array, "T O"]:
+        assert ends.norm is None, "no device has all of x"
+        before = ends._replace(residual=None)
         of_weights = PartitionSpec(None, None, "model")
         if isinstance(weights, Int8Weights):
             of_weights = Int8Weights(of_weights, whole)
         on_mesh = jax.shard_map(
-            lambda *args: jax.lax.psum(linear(*args), "model"),
+            lambda x, weights, layer: jax.lax.psum(linear(x, weights, layer, before), "model"),
             mesh=spec.mesh,
             in_specs=(part, of_weights, whole),
             out_specs=whole,
         )
-        return on_mesh(x, weights, layer)
+        summed = on_mesh(x, weights, layer)
+        return summed if ends.residual is None else ends.residual + summed
 
     return plain, summed
 

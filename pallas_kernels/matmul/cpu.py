@@ -10,15 +10,17 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
 from pallas_kernels import native
-from pallas_kernels.matmul.specs import Int8Weights, MatmulCall, Weights
+from pallas_kernels.matmul.specs import Ends, Int8Weights, MatmulCall, Weights
 
 _FEW_TOKENS = 16  # of more, XLA's products are faster where the CPU multiplies bfloat16
 _MOST_INT8 = 1 << 17  # of whose products a sum fits in 32 bits
 _TARGET = "jaxserve_matmul"
+_NOTHING = np.zeros(0, np.float32)
 
 
 def unsupported_reason(call: MatmulCall) -> str | None:
@@ -31,6 +33,8 @@ def unsupported_reason(call: MatmulCall) -> str | None:
         return f"multiplies with weights of bfloat16 or int8, not {call.weight_dtype.name}"
     if call.weight_dtype == jnp.int8 and call.shape[1] > _MOST_INT8:
         return f"sums up {_MOST_INT8:,} products of int8 at most"
+    if call.num_gated > 1:
+        return "takes gates of one part"
     if problem := native.problem(_TARGET):
         return problem
     if call.shape[0] > _FEW_TOKENS and multiplies_bfloat16() and not has_tiles():
@@ -39,21 +43,35 @@ def unsupported_reason(call: MatmulCall) -> str | None:
 
 
 def matmul(
-    x: Float[Array, "M D"],
+    x: Float[Array, "M *D"],
     weights: Weights,
     layer: int | Int32[Array, ""],
     num_tokens: int | Int32[Array, ""],
     out_dtype: jax.typing.DTypeLike,
+    ends: Ends,
 ) -> Float[Array, "M F"]:
-    """See `pallas_kernels.matmul.matmul`; rows past num_tokens are zeros."""
-    where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(num_tokens, jnp.int32)])
+    """See `pallas_kernels.matmul.matmul`; rows past num_tokens are zeros.
+
+    Norm, gates and what is added are part of the call: as operations of XLA's they would take a
+    tenth of a decode step, on one thread.
+    """
+    matrices, scales = weights if isinstance(weights, Int8Weights) else (weights, _NOTHING)
+    norm = _NOTHING if ends.norm is None else _real(ends.norm)
+    residual = _NOTHING if ends.residual is None else _real(ends.residual)
+    out = jax.ShapeDtypeStruct(
+        (x.shape[0], matrices.shape[1]),
+        jnp.bfloat16 if jnp.dtype(out_dtype) == jnp.bfloat16 else jnp.float32,
+    )
     by_tiles = x.dtype == jnp.bfloat16 and has_tiles()
-    is_rounded = by_tiles and out_dtype == jnp.bfloat16
-    matrices, *scales = weights if isinstance(weights, Int8Weights) else (weights,)
-    shape = (x.shape[0], matrices.shape[1])
-    out = jax.ShapeDtypeStruct(shape, jnp.bfloat16 if is_rounded else jnp.float32)
-    x = x if by_tiles else x.astype(jnp.float32)
-    return jax.ffi.ffi_call(_TARGET, out)(x, matrices, where, *scales).astype(out_dtype)
+    where = (jnp.asarray(layer, jnp.int32), jnp.asarray(num_tokens, jnp.int32))
+    after = (norm, np.float32(ends.eps), residual, np.int32(by_tiles))
+    call = jax.ffi.ffi_call(_TARGET, out)
+    return call(_real(x), matrices, scales, *where, *after).astype(out_dtype)
+
+
+def _real(array: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """As C takes it."""
+    return array if array.dtype in (jnp.bfloat16, jnp.float32) else array.astype(jnp.float32)
 
 
 @functools.cache

@@ -8,6 +8,7 @@
 #ifndef PALLAS_KERNELS_MATMUL_CPU_TILES_H_
 #define PALLAS_KERNELS_MATMUL_CPU_TILES_H_
 
+#include "cpu_ends.h"
 #include "tiles.h"
 
 #if HAS_TILES
@@ -19,13 +20,12 @@ enum {
 };
 
 typedef struct {
-  const bfloat16 *x;
+  const Tokens *tokens;
+  const Results *results;
   const char *weights;
   const float *scales;  // of channels, where weights are int8; NULL: bfloat16
   float *x_scales;      // of tokens, then too
   char *turned;         // x for the unit: [tiles of B, tiles of depth, 16, 64]
-  char *out;
-  int is_rounded;  // to bfloat16
   int64_t num_tokens, width, num_channels;
   int64_t row_bytes, num_depths;  // of weights
 } TileProduct;
@@ -39,10 +39,27 @@ static void copy_tile(const char *rows, int64_t row_bytes, int64_t num_rows, int
            num_bytes < TILE_ROW ? num_bytes : TILE_ROW);
 }
 
+// The tokens of a tile of B as the product takes them, in `scratch_of(2, ...)` where they are not in
+// memory like that.
+static const bfloat16 *prepare_tile(const TileProduct *p, int64_t tile) {
+  const Tokens *tokens = p->tokens;
+  if (is_plain(tokens)) return (const bfloat16 *)tokens->x.data + tile * TILE * p->width;
+  int64_t num_tokens = p->num_tokens - tile * TILE, row_len = (p->width + LANES) / LANES * LANES;
+  float *row = scratch_of(2, row_len + (TILE * p->width + LANES) / 2 + 1);
+  bfloat16 *prepared = (bfloat16 *)(row + row_len);
+  for (int64_t t = 0; t < (num_tokens < TILE ? num_tokens : TILE); t++) {
+    prepare_token(tokens, tile * TILE + t, row);
+    // In order: what is stored past a row's end is the next one's.
+    for (int64_t i = 0; i < p->width; i += LANES)
+      store_bfloat16(prepared + t * p->width + i, load(row + i));
+  }
+  return prepared;
+}
+
 static void turn_tokens(const void *work, int64_t begin, int64_t end) {
   const TileProduct *p = work;
   for (int64_t tile = begin; tile < end; tile++) {
-    const char *x = (const char *)(p->x + tile * TILE * p->width);
+    const char *x = (const char *)prepare_tile(p, tile);
     char *turned = p->turned + tile * p->num_depths * TILE_BYTES;
     int64_t num_tokens = p->num_tokens - tile * TILE;
     for (int64_t k = 0; k < p->num_depths; k++, x += TILE_ROW, turned += TILE_BYTES) {
@@ -98,11 +115,12 @@ static void quantize_tokens(const void *work, int64_t begin, int64_t end) {
   int64_t row = p->num_depths * TILE_ROW;
   int8_t *planes = (int8_t *)scratch_of(0, 2 * TILE * row / sizeof(float));
   for (int64_t tile = begin; tile < end; tile++) {
+    const bfloat16 *x = prepare_tile(p, tile);
     int64_t num_tokens = p->num_tokens - tile * TILE;
     if (num_tokens < TILE) memset(planes, 0, 2 * TILE * row);
     for (int64_t t = 0; t < (num_tokens < TILE ? num_tokens : TILE); t++) {
       int64_t token = tile * TILE + t;
-      p->x_scales[token] = quantize_token(p->x + token * p->width, p->width, row, planes + t * row,
+      p->x_scales[token] = quantize_token(x + t * p->width, p->width, row, planes + t * row,
                                           planes + (TILE + t) * row);
     }
     char *turned = p->turned + 2 * tile * p->num_depths * TILE_BYTES;
@@ -118,20 +136,12 @@ static inline void store_sums(const TileProduct *p, float sums[2][TILE * TILE], 
   int64_t num_channels = p->num_channels - channel, num_tokens = p->num_tokens - token;
   if (num_channels > BLOCK) num_channels = BLOCK;
   if (num_tokens > TILE) num_tokens = TILE;
-  int64_t entry_bytes = p->is_rounded ? 2 : 4;
-  char *out = p->out + (token * p->num_channels + channel) * entry_bytes;
-  __m512 lines[2][TILE];
+  float lines[2][TILE * TILE];
   for (int i = 0; i < 2; i++) turn(sums[i], 64, lines[i], 64, TILE);
-  for (int64_t t = 0; t < num_tokens; t++, out += p->num_channels * entry_bytes) {
-    __m512 both[2] = {lines[0][t], lines[1][t]};
-    __m512bh rounded = _mm512_cvtne2ps_pbh(both[1], both[0]);
-    const void *from = p->is_rounded ? (const void *)&rounded : (const void *)both;
-    if (num_channels < BLOCK)
-      memcpy(out, from, entry_bytes * num_channels);
-    else if (p->is_rounded)
-      memcpy(out, &rounded, sizeof rounded);
-    else
-      memcpy(out, both, sizeof both);
+  for (int64_t t = 0; t < num_tokens; t++) {
+    float both[BLOCK];
+    for (int i = 0; i < 2; i++) memcpy(both + i * TILE, lines[i] + t * TILE, 64);
+    store_results(p->results, token + t, channel, num_channels, both);
   }
 }
 

@@ -7,9 +7,10 @@
 #ifndef PALLAS_KERNELS_MATMUL_CPU_VECTORS_H_
 #define PALLAS_KERNELS_MATMUL_CPU_VECTORS_H_
 
-#include "native.h"
+#include "cpu_ends.h"
 
 enum {
+  RUN = 48,      // channels that a thread takes at a time
   AHEAD = 4096,  // bytes
   LINE = 64,     // bytes of the cache
   // For many tokens: channels that are turned at a time, entries of them that are, and the tile
@@ -21,12 +22,30 @@ enum {
 };
 
 typedef struct {
-  const float *x;
+  const Tokens *tokens;
+  const Results *results;
+  float *x;  // the tokens as prepared
   const void *weights;
   const float *scales;  // of channels, where weights are int8; NULL: bfloat16
-  float *out;
+  float *out;           // sums: the results themselves, or in memory of their own
   int64_t num_tokens, width, num_channels;
 } Product;
+
+static void prepare_tokens(const void *work, int64_t begin, int64_t end) {
+  const Product *p = work;
+  float *row = scratch_of(0, p->width + LANES);
+  for (int64_t token = begin; token < end; token++) {
+    prepare_token(p->tokens, token, row);
+    memcpy(p->x + token * p->width, row, sizeof(float) * p->width);
+  }
+}
+
+// Makes results of the sums of some channels, where those are not results.
+static void finish_channels(const Product *p, int64_t begin, int64_t end) {
+  if (p->out == p->results->out.data) return;
+  for (int64_t token = 0; token < p->num_tokens; token++)
+    store_results(p->results, token, begin, end - begin, p->out + token * p->num_channels + begin);
+}
 
 // Products of one row of `weights` with NUM_TOKENS rows of x, all `width` long, in steps of NUM_PARTS
 // vectors. Memory is asked for what comes AHEAD bytes later: rows follow each other.
@@ -82,6 +101,7 @@ static void compute_few(const void *work, int64_t begin, int64_t end) {
       ROWS_bfloat16[p->num_tokens - 1](p->x, (const bfloat16 *)p->weights + at, 1, out, p->width,
                                        p->num_channels);
   }
+  finish_channels(p, begin, end);
 }
 
 // Turns entries of a row, from number `at` on, to float32.
@@ -168,6 +188,20 @@ static void compute_many(const void *work, int64_t begin, int64_t end) {
       }
     }
   }
+  finish_channels(p, begin, end);
+}
+
+static void multiply_vectors(const XLA_FFI_CallFrame *frame, Product p) {
+  const Tokens *tokens = p.tokens;
+  p.x = tokens->x.data;
+  if (!is_plain(tokens) || tokens->x.is_bfloat16) {
+    p.x = scratch_of(1, p.num_tokens * p.width);
+    share(frame, prepare_tokens, &p, p.num_tokens, 16);
+  }
+  p.out = p.results->out.data;
+  if (p.results->residual.data || p.results->out.is_bfloat16)
+    p.out = scratch_of(2, p.num_tokens * p.num_channels);
+  share(frame, p.num_tokens <= FEW_TOKENS ? compute_few : compute_many, &p, p.num_channels, RUN);
 }
 
 #endif  // PALLAS_KERNELS_MATMUL_CPU_VECTORS_H_

@@ -24,6 +24,25 @@ class Int8Weights(NamedTuple):
 type Weights = Float[Array, "L F D"] | Int8Weights
 
 
+class Ends(NamedTuple):
+    """What is done to x before a product, and to its sums after it.
+
+    norm: weights of all layers [L, D] of an RMS norm (Zhang and Sennrich, 2019) with `eps`, which x
+      goes through first.
+    is_gated: x is [M, P, 2, D / P], gates and what they let through (SwiGLU; Shazeer, 2020), P
+      times; the product is with silu(gate) * up.  Not with a norm.
+    residual: [M, F], which is added to the sums.
+    """
+
+    norm: Float[Array, "L D"] | None = None
+    eps: float = 0.0
+    is_gated: bool = False
+    residual: Float[Array, "M F"] | None = None
+
+
+NO_ENDS = Ends()
+
+
 @dataclasses.dataclass(frozen=True)
 class MatmulCall:
     """What is known of a call when it is traced.
@@ -31,9 +50,11 @@ class MatmulCall:
     chip: what the call will run on.
     shape: tokens, D, F.
     num_devices: over which the arrays may be cut.
+    num_gated: P of `Ends` where x is gated, else 0.
     """
 
     chip: Chip
     shape: tuple[int, int, int]
     weight_dtype: np.dtype
     num_devices: int
+    num_gated: int = 0

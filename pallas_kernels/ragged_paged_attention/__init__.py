@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention.layout import (
     KVCache,
     KVCacheLayout,
 )
+from pallas_kernels.ragged_paged_attention.rope import RopeTables, unpack_and_rotate
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "AttentionPlan",
     "KVCache",
     "KVCacheLayout",
+    "RopeTables",
+    "attend_packed",
     "explain",
     "plan_attention",
     "ragged_paged_attention",
@@ -97,6 +100,25 @@ class PlanningImplementation(dispatch.Implementation[AttentionCall], Protocol):
         v_scale: Float32[Array, " K"] | None,
     ) -> tuple[Float[Array, "T N H"], KVCache]:
         """See `AttentionImplementation`; the plan stands for the arrays that it was made of."""
+        ...
+
+
+@runtime_checkable
+class PackedImplementation(dispatch.Implementation[AttentionCall], Protocol):
+    """A planning implementation that unpacks and rotates, too, rather than leave that to XLA."""
+
+    def attend_packed(
+        self,
+        qkv: Float[Array, "T K C H"],
+        tables: RopeTables,
+        kv_cache: KVCache,
+        layer: int | Int32[Array, ""],
+        plan: Any,
+        *,
+        call: AttentionCall,
+        scale: float,
+    ) -> tuple[Float[Array, "T N H"], KVCache]:
+        """See `pallas_kernels.ragged_paged_attention.attend_packed`."""
         ...
 
 
@@ -230,13 +252,9 @@ def ragged_paged_attention(
         has_sinks=sinks is not None,
         has_scales=k_scale is not None or v_scale is not None,
     )
-    _check(call, q, kv_cache)
     chosen = _choose(implementation, call)
-    made_for = (chosen, call, len(q), layout.num_pages(kv_cache))
-    if plan is None:
-        plan = _plan(made_for, (block_tables, kv_lens, cu_q_lens, num_rows))
-    elif plan.made_for != made_for:
-        raise ValueError(f"the plan is for {plan.made_for}, not for {made_for}")
+    where = (block_tables, kv_lens, cu_q_lens, num_rows)
+    plan = _checked_plan(chosen, call, q, kv_cache, where, plan)
     return IMPLEMENTATIONS[chosen].ragged_paged_attention(
         *(q, k, v, kv_cache, layer, *plan.where),
         call=call,
@@ -245,6 +263,40 @@ def ragged_paged_attention(
         k_scale=_scale_per_head(k_scale, layout),
         v_scale=_scale_per_head(v_scale, layout),
     )
+
+
+def attend_packed(
+    qkv: Float[Array, "T K C H"],
+    tables: RopeTables,
+    kv_cache: KVCache,
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "R B"],
+    kv_lens: Int32[Array, " R"],
+    cu_q_lens: Int32[Array, " R+1"],
+    num_rows: int | Int32[Array, ""],
+    *,
+    layout: KVCacheLayout,
+    chip: Chip,
+    scale: float,
+    implementation: str = "auto",
+    plan: AttentionPlan | None = None,
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    """As `ragged_paged_attention`, of what a projection gives: for each KV head its G queries, its
+    key and its value, C = G + 2. Queries and keys are turned by `tables` first.
+    """
+    num_heads = qkv.shape[1] * (qkv.shape[2] - 2)
+    call = AttentionCall(layout, chip, num_heads, qkv.dtype)
+    where = (block_tables, kv_lens, cu_q_lens, num_rows)
+    chosen = _choose(implementation, call)
+    packed = IMPLEMENTATIONS[chosen]
+    if not isinstance(packed, PackedImplementation):
+        return ragged_paged_attention(
+            *(*unpack_and_rotate(qkv, tables), kv_cache, layer, *where),
+            **{"layout": layout, "chip": chip, "scale": scale},
+            **{"implementation": implementation, "plan": plan},
+        )
+    plan = _checked_plan(chosen, call, qkv, kv_cache, where, plan)
+    return packed.attend_packed(qkv, tables, kv_cache, layer, *plan.where, call=call, scale=scale)
 
 
 def _choose(implementation: str, call: AttentionCall) -> str:
@@ -258,8 +310,26 @@ def _plan(made_for: _MadeFor, where: tuple[Any, ...]) -> AttentionPlan:
     return AttentionPlan(where, made_for)
 
 
-def _check(call: AttentionCall, q: Float[Array, "T N H"], kv_cache: KVCache) -> None:
-    layout, head_dim = call.layout, q.shape[2]
+def _checked_plan(
+    chosen: str,
+    call: AttentionCall,
+    q: Float[Array, "T *N H"],
+    kv_cache: KVCache,
+    where: tuple[Any, ...],
+    plan: AttentionPlan | None,
+) -> AttentionPlan:
+    """The plan of a call, which is checked; `plan` is the caller's."""
+    _check(call, q, kv_cache)
+    made_for = (chosen, call, len(q), call.layout.num_pages(kv_cache))
+    if plan is None:
+        return _plan(made_for, where)
+    if plan.made_for != made_for:
+        raise ValueError(f"the plan is for {plan.made_for}, not for {made_for}")
+    return plan
+
+
+def _check(call: AttentionCall, q: Float[Array, "T *N H"], kv_cache: KVCache) -> None:
+    layout, head_dim = call.layout, q.shape[-1]
     if head_dim != layout.head_dim or call.num_heads % layout.num_kv_heads:
         raise ValueError(
             f"{call.num_heads} query heads of {head_dim} do not fit a cache of "

@@ -7,6 +7,7 @@
 // lines, and nothing is ever summed up within a vector. Products are by the CPU's unit for tiles
 // where it has one and queries and cache are of bfloat16; then lines are always many.
 
+#include "cpu_new_tokens.h"
 #include "cpu_tiles.h"
 #include "cpu_vectors.h"
 
@@ -76,47 +77,67 @@ static void attend(const void *work, int64_t begin, int64_t end) {
   if (a->by_tiles) end_tiles();
 }
 
-// Arguments: q [T, N, H] float32, or bfloat16 if the unit for tiles shall multiply; keys, values
-// [L, P, S, K, H]; pages [R, B], kv_lens, q_lens and starts [R] int32, as in `rows.Rows`; sinks [N]
-// float32, or none: [0]; (layer, window or 0) int32; (scale, soft cap or 0) float32. Result:
-// [T, N, H] float32, zeros for padding.
+enum {
+  QKV, COS, SIN, KEYS, VALUES, PAGES, KV_LENS, Q_LENS, STARTS, SINKS, LAYER, WHOLE, REAL,
+  NUM_ARGUMENTS,
+};
+
+// Arguments, by number: qkv [T, K, G + 2, H]; cosines and sines [T, H / 2] float32 of the angles that
+// queries and keys are turned by, or [0, 0]; keys, values [L, P, S, K, H]; pages [R, B], kv_lens,
+// q_lens and starts [R] int32, as in `rows.Rows`; sinks [N] float32, or none: [0]; layer int32;
+// (1 if the unit for tiles shall multiply, window or 0) int32; (scale, soft cap or 0) float32.
+// Results: [T, N, H] of qkv's type, zeros for padding; keys, values, where they are. Reals are
+// bfloat16 or float32; tiles take bfloat16.
 XLA_FFI_Error *jaxserve_ragged_paged_attention(XLA_FFI_CallFrame *frame) {
   if (is_no_execution(frame)) return NULL;
+  if (frame->args.size != NUM_ARGUMENTS) return error_of(frame, OTHER_VERSION);
   const XLA_FFI_Buffer **in = (const XLA_FFI_Buffer **)frame->args.args;
-  const XLA_FFI_Buffer *out = frame->rets.rets[0];
-  const int64_t *q = in[0]->dims, *cache = in[1]->dims, *tables = in[3]->dims;
-  const int32_t *whole = in[8]->data;
-  const float *real = in[9]->data;
-  int64_t group = q[1] / cache[3];
+  const XLA_FFI_Buffer **rets = (const XLA_FFI_Buffer **)frame->rets.rets;
+  const int64_t *packed = in[QKV]->dims, *cache = in[KEYS]->dims, *tables = in[PAGES]->dims;
+  const int32_t *whole = in[WHOLE]->data;
+  const float *real = in[REAL]->data;
+  int64_t group = packed[2] - 2, num_heads = packed[1] * group, head_dim = packed[3];
   Attention a = {
-      .q = in[0]->data,
-      .sinks = in[7]->dims[0] ? in[7]->data : NULL,
-      .keys = in[1]->data,
-      .values = in[2]->data,
-      .pages = in[3]->data,
-      .kv_lens = in[4]->data,
-      .q_lens = in[5]->data,
-      .starts = in[6]->data,
-      .out = out->data,
+      .qkv = reals_of(in[QKV]),
+      .cos = in[COS]->dims[0] ? in[COS]->data : NULL,
+      .sin = in[SIN]->data,
+      .sinks = in[SINKS]->dims[0] ? in[SINKS]->data : NULL,
+      .keys = rets[1]->data,
+      .values = rets[2]->data,
+      .pages = in[PAGES]->data,
+      .kv_lens = in[KV_LENS]->data,
+      .q_lens = in[Q_LENS]->data,
+      .starts = in[STARTS]->data,
+      .out = reals_of(rets[0]),
       .num_rows = tables[0],
-      .num_heads = q[1],
+      .num_heads = num_heads,
       .num_kv_heads = cache[3],
-      .head_dim = q[2],
+      .head_dim = head_dim,
       .page_size = cache[2],
       .pages_per_row = tables[1],
-      .first_page = whole[0] * cache[1],
+      .first_page = *(const int32_t *)in[LAYER]->data * cache[1],
       .window = whole[1],
-      .by_tiles = in[0]->dtype == XLA_FFI_DataType_BF16,
-      .is_bfloat16 = in[1]->dtype == XLA_FFI_DataType_BF16,
+      .by_tiles = whole[0],
+      .is_bfloat16 = in[KEYS]->dtype == XLA_FFI_DataType_BF16,
       .scale = real[0],
       .soft_cap = real[1],
   };
   if (a.by_tiles && !HAS_TILES) return error_of(frame, NO_TILES);
+  if (in[KEYS]->data != a.keys || in[VALUES]->data != a.values)
+    return error_of(frame, "the cache was copied");
   int64_t max_lines = a.by_tiles ? MAX_LINES_BY_TILES : MAX_LINES;
   a.queries_per_item = group < max_lines ? max_lines / group : 1;
-  memset(a.out, 0, sizeof(float) * q[0] * q[1] * q[2]);
-  int64_t num_items = 0;
-  for (int64_t row = 0; row < a.num_rows; row++) num_items += items_of(&a, row);
+  int64_t num_items = 0, num_tokens = 0;
+  for (int64_t row = 0; row < a.num_rows; row++) {
+    num_items += items_of(&a, row);
+    num_tokens += a.q_lens[row];
+  }
+  if (num_tokens > packed[0]) return error_of(frame, "rows have more tokens than there are");
+  int64_t token_len = num_heads * head_dim, entry_bytes = a.out.is_bfloat16 ? 2 : 4;
+  memset((char *)a.out.data + num_tokens * token_len * entry_bytes, 0,
+         (packed[0] - num_tokens) * token_len * entry_bytes);
+  a.q = scratch_of(1, num_tokens * token_len);
+  share(frame, take_tokens, &a, num_tokens, 32);
   share(frame, attend, &a, num_items, 1);
   return NULL;
 }

@@ -1,17 +1,19 @@
 """The op on a CPU, in C (`cpu.c`): work in proportion to what rows hold, and to nothing else.
-
-XLA writes the new keys and values, as for `xla`.
+The call turns queries and keys and writes the new keys and values itself: as operations of XLA's
+they would take longer than attention does in decoding.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import native
 from pallas_kernels.ragged_paged_attention import xla
 from pallas_kernels.ragged_paged_attention.layout import KVCache
-from pallas_kernels.ragged_paged_attention.rows import Rows, write_new_tokens
+from pallas_kernels.ragged_paged_attention.rope import RopeTables
+from pallas_kernels.ragged_paged_attention.rows import Rows
 from pallas_kernels.ragged_paged_attention.specs import AttentionCall
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -35,7 +37,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return native.problem(_TARGET)
 
 
-plan = xla.plan  # XLA writes, so it is told where
+plan = xla.plan
 
 
 def ragged_paged_attention(
@@ -53,21 +55,52 @@ def ragged_paged_attention(
     v_scale: Float32[Array, " K"] | None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """See `PlanningImplementation.ragged_paged_attention`."""
-    rows = plan
-    kv_cache = write_new_tokens(
-        *(call.layout, rows, k, v, kv_cache, layer), k_scale=k_scale, v_scale=v_scale
+    assert k_scale is None and v_scale is None
+    packed = [q.reshape(len(q), k.shape[1], -1, q.shape[2]), k[:, :, None], v[:, :, None]]
+    qkv = jnp.concatenate([part.astype(q.dtype) for part in packed], axis=2)
+    return _attend(qkv, None, kv_cache, layer, plan, call, scale, sinks)
+
+
+def attend_packed(
+    qkv: Float[Array, "T K C H"],
+    tables: RopeTables,
+    kv_cache: KVCache,
+    layer: int | Int32[Array, ""],
+    plan: Rows,
+    *,
+    call: AttentionCall,
+    scale: float,
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    """See `PackedImplementation.attend_packed`."""
+    return _attend(qkv, tables, kv_cache, layer, plan, call, scale, None)
+
+
+def _attend(
+    qkv: Float[Array, "T K C H"],
+    tables: RopeTables | None,
+    kv_cache: KVCache,
+    layer: int | Int32[Array, ""],
+    plan: Rows,
+    call: AttentionCall,
+    scale: float,
+    sinks: Float32[Array, " N"] | None,
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    num_tokens, _, _, head_dim = qkv.shape
+    dtype = qkv.dtype if qkv.dtype in _DTYPES else jnp.dtype(jnp.float32)
+    no_tables = np.zeros((0, 0), np.float32)
+    whole = np.array([_is_by_tiles(call), call.sliding_window or 0], np.int32)
+    real = np.array([scale, call.soft_cap or 0.0], np.float32)
+    results = [
+        jax.ShapeDtypeStruct((num_tokens, call.num_heads, head_dim), dtype),
+        *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in kv_cache),
+    ]
+    out, keys, values = jax.ffi.ffi_call(_TARGET, results, input_output_aliases={3: 1, 4: 2})(
+        *(qkv.astype(dtype), *(tables or (no_tables, no_tables)), *kv_cache),
+        *(plan.pages, plan.kv_lens, plan.q_lens, plan.starts),
+        *(np.zeros(0, np.float32) if sinks is None else sinks, jnp.asarray(layer, jnp.int32)),
+        *(whole, real),
     )
-    window = jnp.int32(call.sliding_window or 0)
-    whole = jnp.stack([jnp.asarray(layer, jnp.int32), window])
-    real = jnp.array([scale, call.soft_cap or 0.0], jnp.float32)
-    no_sinks = jnp.zeros(0, jnp.float32)
-    by_tiles = _is_by_tiles(call)
-    out = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(q.shape, jnp.float32))(
-        *(q if by_tiles else q.astype(jnp.float32), kv_cache.k, kv_cache.v),
-        *(rows.pages, rows.kv_lens, rows.q_lens, rows.starts),
-        *(no_sinks if sinks is None else sinks, whole, real),
-    )
-    return out.astype(q.dtype), kv_cache
+    return out.astype(qkv.dtype), KVCache(keys, values)
 
 
 def _is_by_tiles(call: AttentionCall) -> bool:

@@ -10,10 +10,11 @@
 enum { BLOCK = 64 };  // keys
 
 typedef struct {
-  const float *sinks;
-  const void *q, *keys, *values;
+  const float *sinks, *cos, *sin;  // cos: NULL where nothing is turned
+  const void *q;                   // [T, N, H], turned: bfloat16 if `by_tiles`, else float32
+  void *keys, *values;
   const int32_t *pages, *kv_lens, *q_lens, *starts;
-  float *out;
+  Reals qkv, out;  // qkv: [T, K, G + 2, H], of each KV head its queries, its key and its value
   int64_t num_rows, num_heads, num_kv_heads, head_dim, page_size, pages_per_row;
   int64_t first_page, queries_per_item, window;
   int is_bfloat16, by_tiles;
@@ -63,37 +64,6 @@ static void begin_item(const Attention *a, const Scratch *s, const Item *item) {
         a->sinks ? a->sinks[item->kv_head * item->group + of % item->group] : -INFINITY;
     s->totals[line] = a->sinks ? 1 : 0;
   }
-}
-
-static inline Floats select_of(Ints mask, Floats one, Floats other) {
-  return (Floats)(((Ints)one & mask) | ((Ints)other & ~mask));
-}
-
-// The larger of each lane; `other` where one is no number.
-static inline Floats max_of(Floats one, Floats other) {
-#if defined(__AVX512F__)
-  return _mm512_max_ps(one, other);
-#else
-  return select_of(one > other, one, other);
-#endif
-}
-
-// e^x for x <= 0: 2^n by the exponent, and a polynomial of |f| <= ln 2 / 2; 2e-7 of the value.
-static inline Floats exp_of(Floats x) {
-  x = max_of(all_lanes(-87.0f), x);
-  Floats rounder = all_lanes(12582912.0f);  // 1.5 * 2^23: sums round to whole numbers
-  Floats n = (x * 1.44269504f + rounder) - rounder;
-  Floats f = x - n * 0.693359375f;
-  f = f + n * 2.12194440e-4f;
-  Floats p = all_lanes(1.9875691500e-4f);
-  p = p * f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * f * f + f + 1.0f;
-  Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return p * (Floats)exponent;
 }
 
 enum { CHAINS = 4 };  // of sums and maxima, that do not wait for each other

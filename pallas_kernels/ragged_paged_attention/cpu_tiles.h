@@ -162,7 +162,8 @@ static void store_outputs(const Attention *a, const Scratch *s, const Item *item
       turn(s->sums + d * item->num_padded + first, sizeof(float) * item->num_padded, lines, 64,
            num_lines);
       for (int64_t line = 0; line < num_lines; line++)
-        store(a->out + head_of(a, item, first + line) + d, lines[line] / s->totals[first + line]);
+        store_reals(a->out, head_of(a, item, first + line) + d,
+                    lines[line] / s->totals[first + line]);
     }
   }
 }

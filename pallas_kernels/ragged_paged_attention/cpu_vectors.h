@@ -193,9 +193,13 @@ static void attend_by_vectors(const Attention *a, const Scratch *s, const Item *
     add_many(a, s, count, num_padded);
   }
   for (int64_t line = 0; line < item->num_lines; line++) {
-    float *out = a->out + head_of(a, item, line);
-    for (int64_t d = 0; d < head_dim; d++)
-      out[d] = s->sums[line * by_line + d * by_entry] / s->totals[line];
+    int64_t out = head_of(a, item, line);
+    for (int64_t d = 0; d < head_dim; d += LANES) {
+      Floats sums;
+      for (int lane = 0; lane < LANES; lane++)
+        sums[lane] = s->sums[line * by_line + (d + lane) * by_entry];
+      store_reals(a->out, out + d, sums / s->totals[line]);
+    }
   }
 }
 

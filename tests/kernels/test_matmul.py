@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from pallas_kernels import matmul as op
 from pallas_kernels import native
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.matmul import Int8Weights, MatmulCall, cpu, matmul
-from tests.native import IN_C, needs_compiler, needs_tiles
+from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights, MatmulCall, cpu, matmul
+from tests.native import HAS_COMPILER, HAS_TILES, IN_C, needs_compiler, needs_tiles
 
 CPU = CHIPS["cpu"]
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -73,6 +74,57 @@ def check_int8(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
         np.testing.assert_array_less(np.abs(got - x64 @ matrix.T), sums / 65_000)
 
 
+def check_ends(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
+    """A norm before, gates before, and a residual after; the last token is not live."""
+    rng = np.random.default_rng(num_tokens * width + num_channels)
+    unit = 2.0 ** (-8 if dtype == BFLOAT16 else -20)
+
+    def array(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+
+    x, gated = (
+        array(num_tokens + 1, width, scale=3.0),
+        array(num_tokens + 1, 1, 2, width, scale=9.0),
+    )
+    norm, residual = array(3, width), array(num_tokens + 1, num_channels, scale=20.0)
+    weights = array(3, num_channels, width).astype(BFLOAT16)
+    values = rng.integers(-127, 128, weights.shape).astype(np.int8)
+    int8 = Int8Weights(jnp.asarray(values), jnp.full(weights.shape[:2], 0.01, jnp.float32))
+    run = jax.jit(
+        lambda *args, **ends: matmul(
+            *args,
+            Ends(eps=0.5, **ends),
+            out_dtype=dtype,
+            chip=CPU,
+            implementation=implementation,
+        ),
+        static_argnames="is_gated",
+    )
+
+    def check(x: jax.Array, prepared: np.ndarray, **ends: Any) -> None:
+        added = np.asarray(ends.get("residual", jnp.zeros(())), np.float64)
+        for of_kind, matrices in (
+            (weights, np.asarray(weights, np.float64)),
+            (int8, values * 0.01),
+        ):
+            got = run(x, of_kind, jnp.int32(1), jnp.int32(num_tokens), **ends)
+            want = prepared @ matrices[1].T + added
+            # What is prepared is rounded, and so are sums, before and after what is added.
+            largest = np.abs(prepared) @ np.abs(matrices[1]).T + np.abs(added) + np.abs(want)
+            off = np.abs(np.asarray(got, np.float64) - want) / largest
+            assert off[:num_tokens].max() < unit
+            assert got.dtype == dtype and np.isfinite(np.asarray(got, np.float32)).all()
+
+    x64, gated64 = np.asarray(x, np.float64), np.asarray(gated, np.float64)[:, 0]
+    normed = x64 / np.sqrt((x64**2).mean(1, keepdims=True) + 0.5) * np.asarray(norm, np.float64)[1]
+    passed = gated64[:, 0] / (1 + np.exp(-gated64[:, 0])) * gated64[:, 1]
+    check(x, normed, norm=norm)
+    check(x, x64, residual=residual)
+    check(x, normed, norm=norm, residual=residual)
+    check(gated, passed, is_gated=True)
+    check(gated, passed, is_gated=True, residual=residual)
+
+
 NUM_TOKENS = pytest.mark.parametrize("num_tokens", [*range(1, 10), 16, 33])
 SIZES = pytest.mark.parametrize(("width", "num_channels"), [(64, 96), (49, 1), (7, 50), (900, 133)])
 
@@ -117,6 +169,58 @@ def test_int8_by_tiles(num_tokens, width, num_channels):
     check_int8("cpu", num_tokens, width, num_channels)
 
 
+ENDS = pytest.mark.parametrize("num_tokens", [1, 9, 33])
+
+
+@ENDS
+@SIZES
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_ends_of_xla(num_tokens, width, num_channels, dtype):
+    check_ends("xla", num_tokens, width, num_channels, dtype)
+
+
+@needs_compiler
+@ENDS
+@SIZES
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_ends_by_vectors(by_vectors, num_tokens, width, num_channels, dtype):
+    check_ends("cpu", num_tokens, width, num_channels, dtype)
+
+
+@needs_tiles
+@ENDS
+@SIZES
+def test_ends_by_tiles(num_tokens, width, num_channels):
+    check_ends("cpu", num_tokens, width, num_channels)
+
+
+@pytest.mark.parametrize("implementation", ["xla", IN_C])
+def test_gates_pass_what_is_large_and_what_is_no_number(implementation):
+    gates = jnp.array([90.0, -90.0, 3e38, -3e38, jnp.nan, jnp.inf, 0.0, -1e-30], BFLOAT16)
+    x = jnp.zeros((8, 1, 2, 16), BFLOAT16).at[:, 0, :, 3].set(1).at[:, 0, 0, 3].set(gates)
+    weights = jnp.ones((1, 5, 16), BFLOAT16)
+    ends = Ends(is_gated=True)
+    got = np.asarray(matmul(x, weights, 0, None, ends, chip=CPU, implementation=implementation))
+    want = [90.0, 0.0, 3e38, 0.0, np.nan, np.inf, 0.0, 0.0]
+    np.testing.assert_allclose(got, np.tile(np.array(want)[:, None], 5), rtol=0.01, atol=1e-29)
+
+
+def test_ends_that_do_not_fit_are_errors():
+    x, weights = random_arrays(4, 64, 96)
+    for ends in (
+        Ends(norm=jnp.ones((3, 63), BFLOAT16)),
+        Ends(norm=jnp.ones((2, 64), BFLOAT16)),
+        Ends(residual=jnp.ones((4, 95), BFLOAT16)),
+        Ends(is_gated=True),
+    ):
+        with pytest.raises(ValueError, match=r"norm|added|fit"):
+            matmul(x, weights, 0, None, ends, chip=CPU)
+    gated = jnp.ones((4, 1, 2, 64), BFLOAT16)
+    both = Ends(norm=jnp.ones((3, 64), BFLOAT16), is_gated=True)
+    with pytest.raises(ValueError, match="not both"):
+        matmul(gated, weights, 0, None, both, chip=CPU)
+
+
 @needs_tiles
 def test_int8_tokens_keep_their_scale_and_their_faults_to_themselves():
     rng = np.random.default_rng(1)
@@ -135,12 +239,21 @@ def test_int8_tokens_keep_their_scale_and_their_faults_to_themselves():
 @needs_tiles
 def test_tiles_multiply_a_token_the_same_among_any_others():
     x, weights = random_arrays(75, 160, 70)
-    run = jax.jit(functools.partial(matmul, chip=CPU, implementation="cpu"))
+    run = jax.jit(
+        lambda x, weights, layer=0, num_tokens=None, ends=NO_ENDS: matmul(
+            *(x, weights, layer, num_tokens, ends), chip=CPU, implementation="cpu"
+        ),
+        static_argnums=4,
+    )
     together = np.asarray(run(x, weights))
     values = np.random.default_rng(0).integers(-127, 128, weights.shape).astype(np.int8)
     int8 = Int8Weights(jnp.asarray(values), jnp.ones(weights.shape[:2], jnp.float32))
     int8_together = np.asarray(run(x, int8))
+    gated, ends = jnp.stack([x, x[::-1]], axis=1)[:, None], Ends(is_gated=True)
+    gated_together = np.asarray(run(gated, weights, 0, None, ends))
     for begin, end in [(0, 1), (5, 6), (3, 30), (40, 75)]:
+        passed = run(gated[begin:end], weights, 0, None, ends)
+        assert np.array_equal(passed, gated_together[begin:end])
         assert np.array_equal(run(x[begin:end], weights), together[begin:end])
         assert np.array_equal(run(x[begin:end], int8), int8_together[begin:end])
 
@@ -208,6 +321,7 @@ def test_many_at_once():
     [
         ({"chip": CHIPS["v6e"]}, "runs on CPUs"),
         ({"num_devices": 2}, "does not cut"),
+        ({"num_gated": 2}, "gates of one part"),
         ({"weight_dtype": FLOAT32}, "not float32"),
         ({"weight_dtype": jnp.dtype("int8"), "shape": (8, 140_000, 8)}, "131,072 products"),
         ({"shape": (17, 576, 3072)}, "up to 16 tokens"),
@@ -224,12 +338,21 @@ def test_what_is_refused_goes_to_xla(by_vectors, monkeypatch, change, reason):
 
 
 @needs_compiler
-def test_a_library_that_does_not_fit_the_program_is_an_error():
-    """As when a stored program was made with a compiler that knows tiles, and this one does not."""
-    x, weights = jnp.zeros((8, 8), jnp.int16), jnp.zeros((1, 8, 8), BFLOAT16)
+def test_a_program_for_another_version_of_the_library_is_an_error():
+    """As when a program was stored before its arguments became others."""
+    x, weights = jnp.zeros((8, 8), BFLOAT16), jnp.zeros((1, 8, 8), BFLOAT16)
     out = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a library that does not"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version"):
         jax.ffi.ffi_call(cpu._TARGET, out)(x, weights, jnp.array([0, 8], jnp.int32))
+
+
+@pytest.mark.skipif(not HAS_COMPILER or HAS_TILES, reason="the library has tiles, or is none")
+def test_tiles_that_the_library_lacks_are_an_error(monkeypatch: pytest.MonkeyPatch):
+    """As when a stored program was made with a compiler that knows tiles, and this one does not."""
+    x, weights = random_arrays(2, 64, 64)
+    monkeypatch.setattr(native, "has_tiles", lambda: True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a library that does not"):
+        matmul(x, weights, chip=CPU, implementation="cpu")
 
 
 def test_float32_is_not_served():

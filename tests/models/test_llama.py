@@ -17,8 +17,14 @@ from jaxserve.models.registry import Model, model_for
 from jaxserve.worker.sharding import make_mesh
 from jaxserve.worker.weights import load_params
 from pallas_kernels.chips import CHIPS
-from pallas_kernels.ragged_paged_attention import KVCache, KVCacheLayout, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    KVCache,
+    KVCacheLayout,
+    RopeTables,
+    attend_packed,
+)
 from pallas_kernels.ragged_paged_attention.layout import zeros
+from pallas_kernels.ragged_paged_attention.rope import unpack_and_rotate
 from tests.checkpoint.gguf_files import GOLDENS, TINY_LLAMA, llama3_factors
 from tests.worker.tiny import INFO, random_params
 
@@ -46,11 +52,10 @@ def test_tiny_llama_has_the_logits_of_transformers():
     cu_q_lens = np.cumsum([0, *lens], dtype=np.int32)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
 
-    def attend(q, k, v, kv_cache, layer):
-        return ragged_paged_attention(
-            q,
-            k,
-            v,
+    def attend(qkv, tables, kv_cache, layer):
+        return attend_packed(
+            qkv,
+            tables,
             kv_cache,
             layer,
             jnp.asarray(block_tables),
@@ -119,8 +124,9 @@ def numpy_logits(info: ModelInfo, p: dict[str, np.ndarray], ids, positions) -> n
     return norm(x, p["final_norm"]) @ head.T
 
 
-def shown(q: Array, k: Array, v: Array, kv_cache: KVCache, layer: Array) -> tuple[Array, KVCache]:
+def shown(qkv: Array, tables: RopeTables, kv_cache: KVCache, layer: Array) -> tuple[Array, KVCache]:
     """In place of attention: q * k + (1 + layer) * v, head by head; keeps v in the cache."""
+    q, k, v = unpack_and_rotate(qkv, tables)
     group = q.shape[1] // k.shape[1]
     k_of_q, v_of_q = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
     kept = kv_cache.v.at[layer].set(v)
