@@ -172,7 +172,8 @@ static inline float sum_of(Floats lanes) {
 }
 
 // Memory of this thread, in whole lines of the cache, which stays until it asks for more, or ends.
-// There are several, by `number`.
+// There are three, by `number`: 0 is for a run of work; 1 for what a call needs until all its runs
+// are done, and 2 for whichever of the two needs another.
 float *scratch_of(int number, int64_t num_floats);
 
 // Computes items begin to end of `work`.

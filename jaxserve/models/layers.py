@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
-from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights, Weights, xla
+from pallas_kernels.matmul import NOTHING_FUSED, Fused, Int8Weights, Weights, xla
 from pallas_kernels.ragged_paged_attention import RopeTables
 
 
@@ -24,7 +24,7 @@ class Matmul(Protocol):
         weights: Weights,
         layer: int | Int32[Array, ""],
         *,
-        ends: Ends = NO_ENDS,
+        fused: Fused = NOTHING_FUSED,
         out_dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> Float[Array, "T O"]: ...
 
@@ -34,24 +34,24 @@ def matmul_by_xla(
     weights: Weights,
     layer: int | Int32[Array, ""],
     *,
-    ends: Ends = NO_ENDS,
+    fused: Fused = NOTHING_FUSED,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, "T O"]:
     """See `Matmul`."""
-    return xla.matmul(x, weights, layer, x.shape[0], out_dtype, ends)
+    return xla.matmul(x, weights, layer, x.shape[0], out_dtype, fused)
 
 
 def linear(
     x: Float[Array, "T *I"],
     weights: Float[Array, "L *O I"] | Int8Weights,
     layer: int | Int32[Array, ""],
-    ends: Ends = NO_ENDS,
+    fused: Fused = NOTHING_FUSED,
     matmul: Matmul = matmul_by_xla,
 ) -> Float[Array, "T *O"]:
     """x times a layer's weight [*O, I], which is stored as published, output axes first;
     accumulates in float32. The weights of all layers are one argument, as a slice might be a copy.
 
-    ends: what is done to x first, and to the result last.
+    fused: what is done to x first, and to the result last.
     """
     shape = (weights.values if isinstance(weights, Int8Weights) else weights).shape
     matrices = (shape[0], -1, shape[-1])  # as they lie
@@ -60,7 +60,7 @@ def linear(
         weights = Int8Weights(values.reshape(matrices), scales.reshape(matrices[:2]))
     else:
         weights = weights.reshape(matrices)
-    product = matmul(x, weights, layer, ends=ends, out_dtype=x.dtype)
+    product = matmul(x, weights, layer, fused=fused, out_dtype=x.dtype)
     return product.reshape(x.shape[0], *shape[1:-1])
 
 

@@ -19,7 +19,7 @@ from jaxserve.models.layers import (
 )
 from jaxserve.models.partition import pad_to, partition, place_heads
 from jaxserve.models.registry import Attend, Linear, Params, ParamSpec
-from pallas_kernels.matmul import Ends, Int8Weights, of_layer, rms_norm
+from pallas_kernels.matmul import Fused, Int8Weights, of_layer, rms_norm
 from pallas_kernels.ragged_paged_attention import KVCache
 
 _LAYER = "model.layers.{i}."
@@ -132,13 +132,13 @@ def forward(
         if "attn_out_bias" in small:
             x = x + of_layer(small["attn_out_bias"], layer_idx)
         attended = attended.reshape(num_tokens, -1)
-        x = sum_linear(attended, stacked["attn_out"], layer_idx, Ends(residual=x))
+        x = sum_linear(attended, stacked["attn_out"], layer_idx, Fused(residual=x))
         gate_up = linear(x, stacked["gate_up"], layer_idx, norm("mlp_norm"))
-        x = sum_linear(gate_up, stacked["down"], layer_idx, Ends(is_gated=True, residual=x))
+        x = sum_linear(gate_up, stacked["down"], layer_idx, Fused(is_gated=True, residual=x))
         return layer_idx + 1, x, kv_cache
 
-    def norm(name: str) -> Ends:
-        return Ends(norm=small[name], eps=info.rms_norm_eps)
+    def norm(name: str) -> Fused:
+        return Fused(norm=small[name], eps=info.rms_norm_eps)
 
     prefix = "layers."
     stacked = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}

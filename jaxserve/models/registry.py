@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int32
 
 from jaxserve.config import ModelInfo
 from jaxserve.models.layers import Matmul, linear, matmul_by_xla
-from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights
+from pallas_kernels.matmul import NOTHING_FUSED, Fused, Int8Weights
 from pallas_kernels.ragged_paged_attention import KVCache, RopeTables
 
 type Params = Mapping[str, Array | Int8Weights]
@@ -28,7 +28,7 @@ class Linear(Protocol):
         x: Float[Array, "T *I"],
         weights: Float[Array, "L *O I"] | Int8Weights,
         layer: Int32[Array, ""],
-        ends: Ends = NO_ENDS,
+        fused: Fused = NOTHING_FUSED,
     ) -> Float[Array, "T *O"]: ...
 
 

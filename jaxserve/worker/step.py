@@ -38,7 +38,7 @@ from jaxserve.worker.row_options import (
 from jaxserve.worker.sampler import sample, sample_with_options
 from jaxserve.worker.sharding import keep_whole, kv_cache_spec, num_parts
 from pallas_kernels.chips import Chip
-from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights, matmul
+from pallas_kernels.matmul import NOTHING_FUSED, Fused, Int8Weights, matmul
 from pallas_kernels.ragged_paged_attention import (
     AttentionCall,
     KVCache,
@@ -186,10 +186,10 @@ def _linears(spec: StepSpec, matmul: Matmul) -> tuple[Linear, Linear]:
         x: Float[Array, "T *I"],
         weights: Float[Array, "L O I"] | Int8Weights,
         layer: Int32[Array, ""],
-        ends: Ends = NO_ENDS,
+        fused: Fused = NOTHING_FUSED,
     ) -> Float[Array, "T O"]:
-        assert ends.norm is None, "no device has all of x"
-        before = ends._replace(residual=None)
+        assert fused.norm is None, "no device has all of x"
+        before = fused._replace(residual=None)
         of_weights = PartitionSpec(None, None, "model")
         if isinstance(weights, Int8Weights):
             of_weights = Int8Weights(of_weights, whole)
@@ -200,7 +200,7 @@ def _linears(spec: StepSpec, matmul: Matmul) -> tuple[Linear, Linear]:
             out_specs=whole,
         )
         summed = on_mesh(x, weights, layer)
-        return summed if ends.residual is None else ends.residual + summed
+        return summed if fused.residual is None else fused.residual + summed
 
     return plain, summed
 

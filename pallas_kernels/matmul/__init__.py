@@ -12,14 +12,14 @@ from jaxtyping import Float, Int32
 from pallas_kernels import dispatch
 from pallas_kernels.chips import Chip
 from pallas_kernels.matmul import cpu, xla
-from pallas_kernels.matmul.specs import NO_ENDS, Ends, Int8Weights, MatmulCall, Weights
+from pallas_kernels.matmul.specs import NOTHING_FUSED, Fused, Int8Weights, MatmulCall, Weights
 from pallas_kernels.matmul.xla import of_layer, rms_norm
 
 __all__ = [
     "AUTO_ORDER",
     "IMPLEMENTATIONS",
-    "NO_ENDS",
-    "Ends",
+    "NOTHING_FUSED",
+    "Fused",
     "Int8Weights",
     "MatmulCall",
     "Weights",
@@ -41,7 +41,7 @@ class MatmulImplementation(dispatch.Implementation[MatmulCall], Protocol):
         layer: int | Int32[Array, ""],
         num_tokens: int | Int32[Array, ""],
         out_dtype: jax.typing.DTypeLike,
-        ends: Ends,
+        fused: Fused,
     ) -> Float[Array, "M F"]:
         """See `pallas_kernels.matmul.matmul`; arguments are checked."""
         ...
@@ -61,7 +61,7 @@ def matmul(
     weights: Weights,
     layer: int | Int32[Array, ""] = 0,
     num_tokens: int | Int32[Array, ""] | None = None,
-    ends: Ends = NO_ENDS,
+    fused: Fused = NOTHING_FUSED,
     *,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
     chip: Chip,
@@ -76,7 +76,7 @@ def matmul(
 
     num_tokens: live rows of x, the first ones; None: all. What comes of others is finite if they
       are, and unspecified.
-    ends: what is done to x first, and to the sums last; each may be rounded to its array's dtype.
+    fused: what is done to x first, and to the sums last; each may be rounded to its array's dtype.
     out_dtype: what the sums are rounded to.
     num_devices: over which a compiler may cut the arrays.
 
@@ -85,25 +85,26 @@ def matmul(
         UnsupportedError: `implementation` cannot serve the call.
     """
     matrices = weights.values if isinstance(weights, Int8Weights) else weights
-    width = math.prod(x.shape[2:]) * x.shape[1] // (2 if ends.is_gated else 1)
-    if x.ndim != (4 if ends.is_gated else 2) or width != matrices.shape[2]:
+    width = math.prod(x.shape[2:]) * x.shape[1] // (2 if fused.is_gated else 1)
+    is_packed = x.ndim == 4 and x.shape[2] == 2
+    if (not is_packed if fused.is_gated else x.ndim != 2) or width != matrices.shape[2]:
         raise ValueError(f"x {x.shape} and weights {matrices.shape} do not fit each other")
     if isinstance(weights, Int8Weights) and weights.scales.shape != matrices.shape[:2]:
         raise ValueError(f"scales {weights.scales.shape} are not for weights {matrices.shape}")
     shape = (x.shape[0], width, matrices.shape[1])
-    _check_ends(ends, matrices.shape[0], shape)
-    num_gated = x.shape[1] if ends.is_gated else 0
+    _check_fused(fused, matrices.shape[0], shape)
+    num_gated = x.shape[1] if fused.is_gated else 0
     call = MatmulCall(chip, shape, matrices.dtype, num_devices, num_gated)
     chosen = dispatch.choose(IMPLEMENTATIONS, AUTO_ORDER, implementation, call)
     live = x.shape[0] if num_tokens is None else num_tokens
-    return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live, out_dtype, ends)
+    return IMPLEMENTATIONS[chosen].matmul(x, weights, layer, live, out_dtype, fused)
 
 
-def _check_ends(ends: Ends, num_layers: int, shape: tuple[int, int, int]) -> None:
+def _check_fused(fused: Fused, num_layers: int, shape: tuple[int, int, int]) -> None:
     num_tokens, width, num_channels = shape
-    if ends.norm is not None and ends.norm.shape != (num_layers, width):
-        raise ValueError(f"a norm {ends.norm.shape} is not for {num_layers} layers of {width}")
-    if ends.norm is not None and ends.is_gated:
+    if fused.norm is not None and fused.norm.shape != (num_layers, width):
+        raise ValueError(f"a norm {fused.norm.shape} is not for {num_layers} layers of {width}")
+    if fused.norm is not None and fused.is_gated:
         raise ValueError("x is gated, or goes through a norm, not both")
-    if ends.residual is not None and ends.residual.shape != (num_tokens, num_channels):
-        raise ValueError(f"{ends.residual.shape} is added to {(num_tokens, num_channels)}")
+    if fused.residual is not None and fused.residual.shape != (num_tokens, num_channels):
+        raise ValueError(f"{fused.residual.shape} is added to {(num_tokens, num_channels)}")

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from pallas_kernels import native
-from pallas_kernels.matmul.specs import Ends, Int8Weights, MatmulCall, Weights
+from pallas_kernels.matmul.specs import Fused, Int8Weights, MatmulCall, Weights
 
 _FEW_TOKENS = 16  # of more, XLA's products are faster where the CPU multiplies bfloat16
 _MOST_INT8 = 1 << 17  # of whose products a sum fits in 32 bits
@@ -48,7 +48,7 @@ def matmul(
     layer: int | Int32[Array, ""],
     num_tokens: int | Int32[Array, ""],
     out_dtype: jax.typing.DTypeLike,
-    ends: Ends,
+    fused: Fused,
 ) -> Float[Array, "M F"]:
     """See `pallas_kernels.matmul.matmul`; rows past num_tokens are zeros.
 
@@ -56,17 +56,17 @@ def matmul(
     tenth of a decode step, on one thread.
     """
     matrices, scales = weights if isinstance(weights, Int8Weights) else (weights, _NOTHING)
-    norm = _NOTHING if ends.norm is None else _real(ends.norm)
-    residual = _NOTHING if ends.residual is None else _real(ends.residual)
+    norm = _NOTHING if fused.norm is None else _real(fused.norm)
+    residual = _NOTHING if fused.residual is None else _real(fused.residual)
     out = jax.ShapeDtypeStruct(
         (x.shape[0], matrices.shape[1]),
         jnp.bfloat16 if jnp.dtype(out_dtype) == jnp.bfloat16 else jnp.float32,
     )
     by_tiles = x.dtype == jnp.bfloat16 and has_tiles()
     where = (jnp.asarray(layer, jnp.int32), jnp.asarray(num_tokens, jnp.int32))
-    after = (norm, np.float32(ends.eps), residual, np.int32(by_tiles))
+    others = (norm, np.float32(fused.eps), residual, np.int32(by_tiles))
     call = jax.ffi.ffi_call(_TARGET, out)
-    return call(_real(x), matrices, scales, *where, *after).astype(out_dtype)
+    return call(_real(x), matrices, scales, *where, *others).astype(out_dtype)
 
 
 def _real(array: Float[Array, "*S"]) -> Float[Array, "*S"]:

@@ -8,7 +8,7 @@
 #ifndef PALLAS_KERNELS_MATMUL_CPU_TILES_H_
 #define PALLAS_KERNELS_MATMUL_CPU_TILES_H_
 
-#include "cpu_ends.h"
+#include "cpu_fused.h"
 #include "tiles.h"
 
 #if HAS_TILES

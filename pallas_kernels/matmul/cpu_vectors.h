@@ -7,7 +7,7 @@
 #ifndef PALLAS_KERNELS_MATMUL_CPU_VECTORS_H_
 #define PALLAS_KERNELS_MATMUL_CPU_VECTORS_H_
 
-#include "cpu_ends.h"
+#include "cpu_fused.h"
 
 enum {
   RUN = 48,      // channels that a thread takes at a time

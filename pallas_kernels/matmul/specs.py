@@ -24,7 +24,7 @@ class Int8Weights(NamedTuple):
 type Weights = Float[Array, "L F D"] | Int8Weights
 
 
-class Ends(NamedTuple):
+class Fused(NamedTuple):
     """What is done to x before a product, and to its sums after it.
 
     norm: weights of all layers [L, D] of an RMS norm (Zhang and Sennrich, 2019) with `eps`, which x
@@ -40,7 +40,7 @@ class Ends(NamedTuple):
     residual: Float[Array, "M F"] | None = None
 
 
-NO_ENDS = Ends()
+NOTHING_FUSED = Fused()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MatmulCall:
     chip: what the call will run on.
     shape: tokens, D, F.
     num_devices: over which the arrays may be cut.
-    num_gated: P of `Ends` where x is gated, else 0.
+    num_gated: P of `Fused` where x is gated, else 0.
     """
 
     chip: Chip

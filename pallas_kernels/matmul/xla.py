@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32, Shaped
 
-from pallas_kernels.matmul.specs import NO_ENDS, Ends, Int8Weights, MatmulCall, Weights
+from pallas_kernels.matmul.specs import NOTHING_FUSED, Fused, Int8Weights, MatmulCall, Weights
 
 
 def unsupported_reason(call: MatmulCall) -> str | None:
@@ -20,13 +20,13 @@ def matmul(
     layer: int | Int32[Array, ""],
     num_tokens: int | Int32[Array, ""],
     out_dtype: jax.typing.DTypeLike,
-    ends: Ends = NO_ENDS,
+    fused: Fused = NOTHING_FUSED,
 ) -> Float[Array, "M F"]:
     """See `pallas_kernels.matmul.matmul`; all rows are live."""
     del num_tokens
-    if ends.norm is not None:
-        x = rms_norm(x, of_layer(ends.norm, layer), ends.eps)
-    if ends.is_gated:
+    if fused.norm is not None:
+        x = rms_norm(x, of_layer(fused.norm, layer), fused.eps)
+    if fused.is_gated:
         x = _pass_gates(x)
     weight = jax.tree.map(lambda array: of_layer(array, layer), weights)
     if isinstance(weight, Int8Weights):
@@ -34,7 +34,7 @@ def matmul(
     else:
         product = _product(x, weight)
     product = product.astype(out_dtype)
-    return product if ends.residual is None else ends.residual + product
+    return product if fused.residual is None else (fused.residual + product).astype(out_dtype)
 
 
 def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:

@@ -282,9 +282,15 @@ def attend_packed(
     plan: AttentionPlan | None = None,
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """As `ragged_paged_attention`, of what a projection gives: for each KV head its G queries, its
-    key and its value, C = G + 2. Queries and keys are turned by `tables` first.
+    key and its value, C = G + 2. Queries and keys are rotated by `tables` first.
     """
-    num_heads = qkv.shape[1] * (qkv.shape[2] - 2)
+    num_tokens, num_kv_heads, per_kv_head, head_dim = qkv.shape
+    if num_kv_heads != layout.num_kv_heads or per_kv_head < 3:
+        raise ValueError(f"qkv {qkv.shape} is not for {layout.num_kv_heads} KV heads")
+    for name, table in tables._asdict().items():
+        if table.shape != (num_tokens, head_dim // 2) or table.dtype != jnp.float32:
+            raise ValueError(f"{name} is {table.dtype}{table.shape}, qkv {qkv.shape}")
+    num_heads = num_kv_heads * (per_kv_head - 2)
     call = AttentionCall(layout, chip, num_heads, qkv.dtype)
     where = (block_tables, kv_lens, cu_q_lens, num_rows)
     chosen = _choose(implementation, call)

@@ -83,7 +83,7 @@ enum {
 };
 
 // Arguments, by number: qkv [T, K, G + 2, H]; cosines and sines [T, H / 2] float32 of the angles that
-// queries and keys are turned by, or [0, 0]; keys, values [L, P, S, K, H]; pages [R, B], kv_lens,
+// queries and keys are rotated by, or [0, 0]; keys, values [L, P, S, K, H]; pages [R, B], kv_lens,
 // q_lens and starts [R] int32, as in `rows.Rows`; sinks [N] float32, or none: [0]; layer int32;
 // (1 if the unit for tiles shall multiply, window or 0) int32; (scale, soft cap or 0) float32.
 // Results: [T, N, H] of qkv's type, zeros for padding; keys, values, where they are. Reals are
@@ -96,13 +96,15 @@ XLA_FFI_Error *jaxserve_ragged_paged_attention(XLA_FFI_CallFrame *frame) {
   const int64_t *packed = in[QKV]->dims, *cache = in[KEYS]->dims, *tables = in[PAGES]->dims;
   const int32_t *whole = in[WHOLE]->data;
   const float *real = in[REAL]->data;
+  int64_t num_layers = cache[0], layer = *(const int32_t *)in[LAYER]->data;
+  layer = layer < 0 ? 0 : layer >= num_layers ? num_layers - 1 : layer;
   int64_t group = packed[2] - 2, num_heads = packed[1] * group, head_dim = packed[3];
   Attention a = {
       .qkv = reals_of(in[QKV]),
       .cos = in[COS]->dims[0] ? in[COS]->data : NULL,
       .sin = in[SIN]->data,
       .sinks = in[SINKS]->dims[0] ? in[SINKS]->data : NULL,
-      .keys = rets[1]->data,
+      .keys = rets[1]->data,  // the arguments' memory, too
       .values = rets[2]->data,
       .pages = in[PAGES]->data,
       .kv_lens = in[KV_LENS]->data,
@@ -115,7 +117,7 @@ XLA_FFI_Error *jaxserve_ragged_paged_attention(XLA_FFI_CallFrame *frame) {
       .head_dim = head_dim,
       .page_size = cache[2],
       .pages_per_row = tables[1],
-      .first_page = *(const int32_t *)in[LAYER]->data * cache[1],
+      .first_page = layer * cache[1],
       .window = whole[1],
       .by_tiles = whole[0],
       .is_bfloat16 = in[KEYS]->dtype == XLA_FFI_DataType_BF16,

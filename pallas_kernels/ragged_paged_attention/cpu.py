@@ -1,5 +1,5 @@
 """The op on a CPU, in C (`cpu.c`): work in proportion to what rows hold, and to nothing else.
-The call turns queries and keys and writes the new keys and values itself: as operations of XLA's
+The call rotates queries and keys and writes the new keys and values itself: as operations of XLA's
 they would take longer than attention does in decoding.
 """
 
@@ -57,8 +57,10 @@ def ragged_paged_attention(
     """See `PlanningImplementation.ragged_paged_attention`."""
     assert k_scale is None and v_scale is None
     packed = [q.reshape(len(q), k.shape[1], -1, q.shape[2]), k[:, :, None], v[:, :, None]]
-    qkv = jnp.concatenate([part.astype(q.dtype) for part in packed], axis=2)
-    return _attend(qkv, None, kv_cache, layer, plan, call, scale, sinks)
+    widest = jnp.result_type(*packed)
+    qkv = jnp.concatenate([part.astype(widest) for part in packed], axis=2)
+    out, kv_cache = _attend(qkv, None, kv_cache, layer, plan, call, scale, sinks)
+    return out.astype(q.dtype), kv_cache
 
 
 def attend_packed(

@@ -10,8 +10,8 @@
 enum { BLOCK = 64 };  // keys
 
 typedef struct {
-  const float *sinks, *cos, *sin;  // cos: NULL where nothing is turned
-  const void *q;                   // [T, N, H], turned: bfloat16 if `by_tiles`, else float32
+  const float *sinks, *cos, *sin;  // cos: NULL where nothing is rotated
+  const void *q;                   // [T, N, H], rotated: bfloat16 if `by_tiles`, else float32
   void *keys, *values;
   const int32_t *pages, *kv_lens, *q_lens, *starts;
   Reals qkv, out;  // qkv: [T, K, G + 2, H], of each KV head its queries, its key and its value

@@ -1,4 +1,4 @@
-// What is done to a step's tokens before any is attended to: queries and keys are turned by their
+// What is done to a step's tokens before any is attended to: queries and keys are rotated by their
 // positions, keys and values written to the cache.
 
 #ifndef PALLAS_KERNELS_RAGGED_PAGED_ATTENTION_CPU_NEW_TOKENS_H_
@@ -6,9 +6,9 @@
 
 #include "cpu_common.h"
 
-// One head of `from`, from entry `at` on, with each pair (i, i + H / 2) turned by its angle, rounded
+// One head of `from`, from entry `at` on, with each pair (i, i + H / 2) rotated by its angle, rounded
 // as it would be in memory.
-static void turn_head(const Attention *a, int64_t token, int64_t at, float *head) {
+static void rotate_head(const Attention *a, int64_t token, int64_t at, float *head) {
   int64_t head_dim = a->head_dim, half = head_dim / 2;
   for (int64_t d = 0; d < head_dim; d += LANES) store(head + d, load_reals(a->qkv, at + d));
   if (a->cos == NULL) return;
@@ -42,12 +42,12 @@ static void take_tokens(const void *work, int64_t begin, int64_t end) {
       int64_t at = (token * a->num_kv_heads + kv_head) * (group + 2) * head_dim;
       int64_t to = (token * a->num_heads + kv_head * group) * head_dim;
       for (int64_t i = 0; i < group; i++, at += head_dim, to += head_dim) {
-        turn_head(a, token, at, head);
+        rotate_head(a, token, at, head);
         store_head(q, to, head, head_dim);
       }
-      if (position < 0) continue;  // more than the row's pages hold
+      if (position < 0) continue;  // kv_lens is cut to what the row's pages hold, q_lens is not
       int64_t place = place_of(a, row, position, kv_head);
-      turn_head(a, token, at, head);
+      rotate_head(a, token, at, head);
       store_head(keys, place, head, head_dim);
       at += head_dim;
       for (int64_t d = 0; d < head_dim; d += LANES)

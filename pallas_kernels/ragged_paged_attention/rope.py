@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021), for implementations that leave them to XLA."""
+"""Rotary positions (Su et al., 2021): their tables, and the rotation where XLA does it."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class RopeTables(NamedTuple):
 
 
 def apply_rope(x: Float[Array, "T N H"], tables: RopeTables) -> Float[Array, "T N H"]:
-    """x, each pair (i, i + H / 2) of which is turned by its angle, as in Hugging Face weights."""
+    """x, each pair (i, i + H / 2) of which is rotated by its angle, as in Hugging Face weights."""
     cos, sin = tables.cos[:, None], tables.sin[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,4 +1,4 @@
-"""Where the tokens of a call belong, for implementations that leave the KV write to XLA."""
+"""Where the tokens of a call belong, and the KV write where XLA does it."""
 
 from typing import NamedTuple
 

@@ -153,6 +153,42 @@ def test_the_plan_is_that_of_the_op():
         case.run("auto", plan=other)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", IN_C])
+def test_what_does_not_fit_is_an_error(implementation):
+    case = Packed(4, 2, 16, "float32", "float32")
+    whole, tables = case.qkv, case.tables
+    for tables_like in (lambda t: t[:1], lambda t: t[:, :4], lambda t: t.astype(jnp.bfloat16)):
+        case.tables = RopeTables(*map(tables_like, tables))
+        with pytest.raises((ValueError, TypeError), match=r"cos|Type"):
+            case.run(implementation)
+    case.tables = tables
+    for qkv in (whole[:, :1], whole[:, :, :2], jnp.concatenate([whole, whole], axis=1)):
+        case.qkv = qkv
+        with pytest.raises(ValueError, match="KV heads"):
+            case.run(implementation)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_each_of_q_k_and_v_keeps_its_precision(dtypes):
+    q_dtype, kv_dtype = dtypes
+    layout = KVCacheLayout.for_platform("cpu", 1, 1, 16, "float32", PAGE_SIZE)
+    q, k, v = (
+        jnp.full((1, 1, 16), value, dtype)
+        for value, dtype in ((1.0, q_dtype), (1.0009765, kv_dtype), (60_001.0, kv_dtype))
+    )
+    empty = KVCache(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in layout.shape(2)))
+    out, kv_cache = ragged_paged_attention(
+        *(q, k, v, empty, 0, jnp.array([[1]]), jnp.array([1]), jnp.array([0, 1]), 1),
+        layout=layout,
+        chip=CPU,
+        scale=0.25,
+        implementation=IN_C,
+    )
+    assert np.array_equal(kv_cache.k[0, 1, 0], k[0].astype(jnp.float32))
+    assert np.array_equal(kv_cache.v[0, 1, 0], v[0].astype(jnp.float32))
+    assert out.dtype == q.dtype
+
+
 def test_pairs_are_a_half_apart():
     x = jnp.zeros((1, 1, 8)).at[0, 0, 1].set(1.0)
     tables = RopeTables(jnp.full((1, 4), 0.6), jnp.full((1, 4), 0.8))

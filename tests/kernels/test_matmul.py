@@ -16,7 +16,7 @@ from pallas_kernels import matmul as op
 from pallas_kernels import native
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.matmul import NO_ENDS, Ends, Int8Weights, MatmulCall, cpu, matmul
+from pallas_kernels.matmul import NOTHING_FUSED, Fused, Int8Weights, MatmulCall, cpu, matmul
 from tests.native import HAS_COMPILER, HAS_TILES, IN_C, needs_compiler, needs_tiles
 
 CPU = CHIPS["cpu"]
@@ -74,7 +74,7 @@ def check_int8(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
         np.testing.assert_array_less(np.abs(got - x64 @ matrix.T), sums / 65_000)
 
 
-def check_ends(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
+def check_fused(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
     """A norm before, gates before, and a residual after; the last token is not live."""
     rng = np.random.default_rng(num_tokens * width + num_channels)
     unit = 2.0 ** (-8 if dtype == BFLOAT16 else -20)
@@ -91,9 +91,9 @@ def check_ends(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
     values = rng.integers(-127, 128, weights.shape).astype(np.int8)
     int8 = Int8Weights(jnp.asarray(values), jnp.full(weights.shape[:2], 0.01, jnp.float32))
     run = jax.jit(
-        lambda *args, **ends: matmul(
+        lambda *args, **fused: matmul(
             *args,
-            Ends(eps=0.5, **ends),
+            Fused(eps=0.5, **fused),
             out_dtype=dtype,
             chip=CPU,
             implementation=implementation,
@@ -101,13 +101,13 @@ def check_ends(implementation, num_tokens, width, num_channels, dtype=BFLOAT16):
         static_argnames="is_gated",
     )
 
-    def check(x: jax.Array, prepared: np.ndarray, **ends: Any) -> None:
-        added = np.asarray(ends.get("residual", jnp.zeros(())), np.float64)
+    def check(x: jax.Array, prepared: np.ndarray, **fused: Any) -> None:
+        added = np.asarray(fused.get("residual", jnp.zeros(())), np.float64)
         for of_kind, matrices in (
             (weights, np.asarray(weights, np.float64)),
             (int8, values * 0.01),
         ):
-            got = run(x, of_kind, jnp.int32(1), jnp.int32(num_tokens), **ends)
+            got = run(x, of_kind, jnp.int32(1), jnp.int32(num_tokens), **fused)
             want = prepared @ matrices[1].T + added
             # What is prepared is rounded, and so are sums, before and after what is added.
             largest = np.abs(prepared) @ np.abs(matrices[1]).T + np.abs(added) + np.abs(want)
@@ -169,29 +169,29 @@ def test_int8_by_tiles(num_tokens, width, num_channels):
     check_int8("cpu", num_tokens, width, num_channels)
 
 
-ENDS = pytest.mark.parametrize("num_tokens", [1, 9, 33])
+FUSED = pytest.mark.parametrize("num_tokens", [1, 9, 33])
 
 
-@ENDS
+@FUSED
 @SIZES
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-def test_ends_of_xla(num_tokens, width, num_channels, dtype):
-    check_ends("xla", num_tokens, width, num_channels, dtype)
+def test_fused_of_xla(num_tokens, width, num_channels, dtype):
+    check_fused("xla", num_tokens, width, num_channels, dtype)
 
 
 @needs_compiler
-@ENDS
+@FUSED
 @SIZES
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-def test_ends_by_vectors(by_vectors, num_tokens, width, num_channels, dtype):
-    check_ends("cpu", num_tokens, width, num_channels, dtype)
+def test_fused_by_vectors(by_vectors, num_tokens, width, num_channels, dtype):
+    check_fused("cpu", num_tokens, width, num_channels, dtype)
 
 
 @needs_tiles
-@ENDS
+@FUSED
 @SIZES
-def test_ends_by_tiles(num_tokens, width, num_channels):
-    check_ends("cpu", num_tokens, width, num_channels)
+def test_fused_by_tiles(num_tokens, width, num_channels):
+    check_fused("cpu", num_tokens, width, num_channels)
 
 
 @pytest.mark.parametrize("implementation", ["xla", IN_C])
@@ -199,24 +199,27 @@ def test_gates_pass_what_is_large_and_what_is_no_number(implementation):
     gates = jnp.array([90.0, -90.0, 3e38, -3e38, jnp.nan, jnp.inf, 0.0, -1e-30], BFLOAT16)
     x = jnp.zeros((8, 1, 2, 16), BFLOAT16).at[:, 0, :, 3].set(1).at[:, 0, 0, 3].set(gates)
     weights = jnp.ones((1, 5, 16), BFLOAT16)
-    ends = Ends(is_gated=True)
-    got = np.asarray(matmul(x, weights, 0, None, ends, chip=CPU, implementation=implementation))
+    fused = Fused(is_gated=True)
+    got = np.asarray(matmul(x, weights, 0, None, fused, chip=CPU, implementation=implementation))
     want = [90.0, 0.0, 3e38, 0.0, np.nan, np.inf, 0.0, 0.0]
     np.testing.assert_allclose(got, np.tile(np.array(want)[:, None], 5), rtol=0.01, atol=1e-29)
 
 
-def test_ends_that_do_not_fit_are_errors():
+def test_what_is_fused_must_fit():
     x, weights = random_arrays(4, 64, 96)
-    for ends in (
-        Ends(norm=jnp.ones((3, 63), BFLOAT16)),
-        Ends(norm=jnp.ones((2, 64), BFLOAT16)),
-        Ends(residual=jnp.ones((4, 95), BFLOAT16)),
-        Ends(is_gated=True),
+    for fused in (
+        Fused(norm=jnp.ones((3, 63), BFLOAT16)),
+        Fused(norm=jnp.ones((2, 64), BFLOAT16)),
+        Fused(residual=jnp.ones((4, 95), BFLOAT16)),
+        Fused(is_gated=True),
     ):
         with pytest.raises(ValueError, match=r"norm|added|fit"):
-            matmul(x, weights, 0, None, ends, chip=CPU)
+            matmul(x, weights, 0, None, fused, chip=CPU)
+    for shape in ((4, 1, 1, 128), (4, 1, 4, 32)):
+        with pytest.raises(ValueError, match="fit"):
+            matmul(jnp.ones(shape, BFLOAT16), weights, 0, None, Fused(is_gated=True), chip=CPU)
     gated = jnp.ones((4, 1, 2, 64), BFLOAT16)
-    both = Ends(norm=jnp.ones((3, 64), BFLOAT16), is_gated=True)
+    both = Fused(norm=jnp.ones((3, 64), BFLOAT16), is_gated=True)
     with pytest.raises(ValueError, match="not both"):
         matmul(gated, weights, 0, None, both, chip=CPU)
 
@@ -240,8 +243,8 @@ def test_int8_tokens_keep_their_scale_and_their_faults_to_themselves():
 def test_tiles_multiply_a_token_the_same_among_any_others():
     x, weights = random_arrays(75, 160, 70)
     run = jax.jit(
-        lambda x, weights, layer=0, num_tokens=None, ends=NO_ENDS: matmul(
-            *(x, weights, layer, num_tokens, ends), chip=CPU, implementation="cpu"
+        lambda x, weights, layer=0, num_tokens=None, fused=NOTHING_FUSED: matmul(
+            *(x, weights, layer, num_tokens, fused), chip=CPU, implementation="cpu"
         ),
         static_argnums=4,
     )
@@ -249,10 +252,10 @@ def test_tiles_multiply_a_token_the_same_among_any_others():
     values = np.random.default_rng(0).integers(-127, 128, weights.shape).astype(np.int8)
     int8 = Int8Weights(jnp.asarray(values), jnp.ones(weights.shape[:2], jnp.float32))
     int8_together = np.asarray(run(x, int8))
-    gated, ends = jnp.stack([x, x[::-1]], axis=1)[:, None], Ends(is_gated=True)
-    gated_together = np.asarray(run(gated, weights, 0, None, ends))
+    gated, fused = jnp.stack([x, x[::-1]], axis=1)[:, None], Fused(is_gated=True)
+    gated_together = np.asarray(run(gated, weights, 0, None, fused))
     for begin, end in [(0, 1), (5, 6), (3, 30), (40, 75)]:
-        passed = run(gated[begin:end], weights, 0, None, ends)
+        passed = run(gated[begin:end], weights, 0, None, fused)
         assert np.array_equal(passed, gated_together[begin:end])
         assert np.array_equal(run(x[begin:end], weights), together[begin:end])
         assert np.array_equal(run(x[begin:end], int8), int8_together[begin:end])

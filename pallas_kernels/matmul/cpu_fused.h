@@ -1,8 +1,8 @@
 // What a product does with tokens before it, and with sums after it: operations on whole rows, whose
 // results would else go through memory, and through XLA, once more.
 
-#ifndef PALLAS_KERNELS_MATMUL_CPU_ENDS_H_
-#define PALLAS_KERNELS_MATMUL_CPU_ENDS_H_
+#ifndef PALLAS_KERNELS_MATMUL_CPU_FUSED_H_
+#define PALLAS_KERNELS_MATMUL_CPU_FUSED_H_
 
 #include <math.h>
 
@@ -85,4 +85,4 @@ static void store_results(const Results *to, int64_t token, int64_t channel, int
                sums[i] + (to->residual.data ? load_real(to->residual, at + i) : 0));
 }
 
-#endif  // PALLAS_KERNELS_MATMUL_CPU_ENDS_H_
+#endif  // PALLAS_KERNELS_MATMUL_CPU_FUSED_H_
