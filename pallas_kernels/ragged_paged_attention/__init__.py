@@ -283,6 +283,8 @@ def attend_packed(
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """As `ragged_paged_attention`, of what a projection gives: for each KV head its G queries, its
     key and its value, C = G + 2. Queries and keys are rotated by `tables` first.
+
+    Raises: as `ragged_paged_attention`.
     """
     num_tokens, num_kv_heads, per_kv_head, head_dim = qkv.shape
     if num_kv_heads != layout.num_kv_heads or per_kv_head < 3:
