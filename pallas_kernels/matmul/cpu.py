@@ -52,8 +52,8 @@ def matmul(
 ) -> Float[Array, "M F"]:
     """See `pallas_kernels.matmul.matmul`; rows past num_tokens are zeros.
 
-    Norm, gates and what is added are part of the call: as operations of XLA's they would take a
-    tenth of a decode step, on one thread.
+    Norm, gates and what is added are part of the call: XLA would run them as operations of
+    their own, on one thread.
     """
     matrices, scales = weights if isinstance(weights, Int8Weights) else (weights, _NOTHING)
     norm = _NOTHING if fused.norm is None else _real(fused.norm)

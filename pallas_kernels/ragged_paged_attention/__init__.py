@@ -300,8 +300,11 @@ def attend_packed(
     if not isinstance(packed, PackedImplementation):
         return ragged_paged_attention(
             *(*unpack_and_rotate(qkv, tables), kv_cache, layer, *where),
-            **{"layout": layout, "chip": chip, "scale": scale},
-            **{"implementation": implementation, "plan": plan},
+            layout=layout,
+            chip=chip,
+            scale=scale,
+            implementation=implementation,
+            plan=plan,
         )
     plan = _checked_plan(chosen, call, qkv, kv_cache, where, plan)
     return packed.attend_packed(qkv, tables, kv_cache, layer, *plan.where, call=call, scale=scale)

@@ -1,6 +1,6 @@
 """The op on a CPU, in C (`cpu.c`): work in proportion to what rows hold, and to nothing else.
-The call rotates queries and keys and writes the new keys and values itself: as operations of XLA's
-they would take longer than attention does in decoding.
+The call rotates queries and keys and writes the new keys and values itself: XLA would run that as
+operations of their own, on one thread.
 """
 
 import jax
